@@ -1,0 +1,43 @@
+"""kvfoundry: the KV cache of any transformers decoder, smaller, reusable, movable and measured.
+
+Public names only. Importing this package changes nothing anywhere and does not import torch: each name is
+resolved on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "KVCache": "cache",
+    "Method": "method",
+    "attach": "attention",
+    "generate": "generation",
+    "load": "models",
+    "methods": "method",
+    "KVFoundryError": "errors",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from kvfoundry.attention import attach as attach
+    from kvfoundry.cache import KVCache as KVCache
+    from kvfoundry.errors import KVFoundryError as KVFoundryError
+    from kvfoundry.generation import generate as generate
+    from kvfoundry.method import Method as Method
+    from kvfoundry.method import methods as methods
+    from kvfoundry.models import load as load
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        value = getattr(import_module(f"kvfoundry.{_EXPORTS[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'kvfoundry' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
