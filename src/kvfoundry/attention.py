@@ -1,7 +1,7 @@
 """The two registrations with transformers, and `attach`, which selects them for one model.
 
-Registering happens on the first attach, not on import. Under our attention a plain transformers cache, or none, works as
-before: same backend, same mask.
+Registering happens on the first attach, not on import. Under our attention a plain transformers cache, or none, works
+as before: same backend, same mask.
 """
 
 from __future__ import annotations
