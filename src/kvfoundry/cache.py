@@ -62,7 +62,10 @@ class KVCache(Cache):
             first = self.attention_layers[0]
             if layer is first:
                 if any(other.seen != first.seen or other._pending for other in self.attention_layers):
-                    raise CacheStateError("an earlier forward pass was interrupted; call reset() on this cache.")
+                    raise CacheStateError(
+                        "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
+                        "call reset() on this cache before using it again."
+                    )
                 self._note_peak()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -102,8 +102,8 @@ def prefill(
 ) -> KVCache:
     """The cache of a document, to be asked many times: `generate(..., question, cache=cache.fork())`.
 
-    The method acts on the document alone, before any question is known; questions then add their own rows. prefill_chunk
-    as in `generate`. Raises DataError for an empty document or one longer than the model's limit.
+    The method acts on the document alone, before any question is known; questions then add their own rows.
+    prefill_chunk as in `generate`. Raises DataError for an empty document or one longer than the model's limit.
     """
     ids, mask = encode(tokenizer, [document], chat=False)
     cache = KVCache(model, method)

@@ -33,7 +33,7 @@ ROLLBACK = 64
 _TENSOR_NAMES = {
     *("shape", "size", "dim", "dtype", "to", "float", "half", "bfloat16", "contiguous", "view", "reshape", "flatten"),
     *("transpose", "permute", "mT", "T", "expand", "unsqueeze", "squeeze", "chunk", "split", "unflatten"),
-    *("repeat_interleave", "matmul", "mean", "sum"),
+    *("repeat", "repeat_interleave", "matmul", "mean", "sum"),
 }
 
 
