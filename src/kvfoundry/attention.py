@@ -47,7 +47,7 @@ def attention(
             )
         if kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
             raise UnsupportedModelError(f"{family}: attention with a position bias or without causality is not served.")
-        output = key.attend(query, attention_mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        output = key.attend(query, attention_mask, scaling=scaling, softcap=softcap, sinks=sinks, module=module)
         return output.transpose(1, 2).contiguous(), None
     return _plain(module, query, key, value, attention_mask, dropout, scaling, softcap, sinks, kwargs), None
 
