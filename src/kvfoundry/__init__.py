@@ -14,8 +14,9 @@ _EXPORTS = {
     "Method": "method",
     "attach": "attention",
     "generate": "generation",
+    "prefill": "generation",
     "load": "models",
-    "methods": "method",
+    "methods": "methods",
     "KVFoundryError": "errors",
 }
 
@@ -26,14 +27,19 @@ if TYPE_CHECKING:
     from kvfoundry.cache import KVCache as KVCache
     from kvfoundry.errors import KVFoundryError as KVFoundryError
     from kvfoundry.generation import generate as generate
+    from kvfoundry.generation import prefill as prefill
     from kvfoundry.method import Method as Method
-    from kvfoundry.method import methods as methods
     from kvfoundry.models import load as load
+    from kvfoundry.registry import entries
+
+    methods = entries
 
 
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
-        value = getattr(import_module(f"kvfoundry.{_EXPORTS[name]}"), name)
+        module = import_module(f"kvfoundry.{_EXPORTS[name]}")
+        # `methods` is a package that can be called; see its docstring.
+        value = module if name == "methods" else getattr(module, name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'kvfoundry' has no attribute {name!r}")
