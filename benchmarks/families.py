@@ -3,8 +3,8 @@
     python benchmarks/families.py            writes docs/families.md and benchmarks/results/families.json
 
 For each type: the model's own eager attention against the full cache through kvfoundry, on a left-padded batch of two,
-logits and 8 greedy tokens; then an evicting method, whose next position must go on counting. A type is *exact*, *refused*
-by name with the reason, or *not tried* because a tiny config of it cannot be built or does not run by itself.
+logits and 8 greedy tokens; then an evicting method, whose next position must go on counting. A type is *exact*,
+*refused* by name with the reason, or *not tried* because a tiny config of it cannot be built or does not run by itself.
 """
 
 from __future__ import annotations
@@ -155,10 +155,10 @@ def table(rows: dict[str, dict[str, Any]], version: str) -> str:
     lines = [
         "# Model families",
         "",
-        f"Made by `python benchmarks/families.py` with transformers {version}: every causal-LM type that a tiny config can",
-        "build, with random weights, float32, a left-padded batch of two. *Exact*: logits within 1e-4 of the model's own",
-        "eager attention and the same greedy tokens with the full cache, and an evicting method runs with positions that",
-        "go on counting. *Refused*: one clear error, by name.",
+        f"Made by `python benchmarks/families.py` with transformers {version}: every causal-LM type that a tiny config",
+        "can build, with random weights, float32, a left-padded batch of two. *Exact*: logits within 1e-4 of the",
+        "model's own eager attention and the same greedy tokens with the full cache, and an evicting method runs with",
+        "positions that go on counting. *Refused*: one clear error, by name.",
         "",
         ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) + ".",
         "",

@@ -163,7 +163,7 @@ def _check_family(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(_not_served(model, "is an encoder-decoder"))
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(_not_served(model, "does not go through transformers' attention interface"))
-    if not model._supports_default_dynamic_cache():
+    if not model._supports_default_dynamic_cache():  # type: ignore[operator]
         raise UnsupportedModelError(_not_served(model, "brings a cache class of its own"))
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "num_kv_shared_layers", 0):

@@ -150,8 +150,8 @@ def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None
     rope = Rope.of(model, layer_idx)
     if method.slot_positions and rope.depends_on_length:
         raise UnsupportedModelError(
-            f"{family_of(model)}: its RoPE frequencies depend on the length of the text, so rows cannot stream through slot "
-            "positions; use positions='original'."
+            f"{family_of(model)}: its RoPE frequencies depend on the length of the text, so rows cannot stream through "
+            "slot positions; use positions='original'."
         )
     return rope
 

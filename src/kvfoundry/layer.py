@@ -91,7 +91,7 @@ class CacheLayer(CacheLayerMixin):
     # The extension points of transformers.
 
     @property
-    def is_sliding(self) -> bool:  # type: ignore[override]
+    def is_sliding(self) -> bool:
         """Whether transformers should build the window mask from this layer."""
         return self.rule.span is not None
 
