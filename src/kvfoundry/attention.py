@@ -22,6 +22,10 @@ from kvfoundry.prompt_mask import PromptMask, prompt_mask
 
 NAME = "kvfoundry"
 
+# Families whose recurrent layers read what attention left in padded columns, so that a padded row has no right answer
+# (measured by benchmarks/families.py; other recurrent families mask those columns).
+_LEAKS_PADDING = {"recurrent_gemma"}
+
 # Backend of prompt attention by the id of the config that a module carries; configs are not hashable.
 _backend_of: dict[int, str] = {}
 
@@ -165,6 +169,8 @@ def _check_family(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(_not_served(model, "does not go through transformers' attention interface"))
     if not model._supports_default_dynamic_cache():  # type: ignore[operator]
         raise UnsupportedModelError(_not_served(model, "brings a cache class of its own"))
+    if model.config.model_type in _LEAKS_PADDING:
+        raise UnsupportedModelError(_not_served(model, "lets padding run through its recurrent layers"))
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(_not_served(model, "shares keys and values between layers by itself"))
