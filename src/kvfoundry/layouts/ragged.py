@@ -121,10 +121,10 @@ class RaggedRows(Layout):
     def with_columns(self, columns: Columns) -> RaggedRows:
         present = self._slots(self._lengths)
         flat = present[present >= 0]
+        self._columns = {}
         for name, rectangle in columns.items():
-            buffer = rectangle.new_zeros((self._keys.shape[0], *rectangle.shape[3:]))
-            buffer[flat] = rectangle[present >= 0]
-            self._columns[name] = buffer
+            self._columns[name] = rectangle.new_zeros((self._keys.shape[0], *rectangle.shape[3:]))
+            self._columns[name][flat] = rectangle[present >= 0]
         return self
 
     def expanded_heads(self, groups: int) -> RaggedRows:
