@@ -35,7 +35,7 @@ def small_spec(name: str, budget: int | float = 12, **given: Any) -> str:
     try:
         return str(Method.parse(f"fullkv+{call}"))
     except SpecError:
-        return f"random(budget={budget})+{call}"
+        return f"{small_spec('snapkv', budget)}+{call}"
 
 
 NAMES = list(kvfoundry.methods())
