@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ class KVCache(Cache):
         self.method = Method.parse("fullkv" if method is None else method)
         attach(model)
         self.prompt = Prompt()
-        self._peak = 0
         super().__init__(layers=_layers(model, self.method, self.prompt))
 
     @property
@@ -61,20 +61,12 @@ class KVCache(Cache):
         if isinstance(layer, CacheLayer):
             first = self.attention_layers[0]
             if layer is first:
-                if any(other.seen != first.seen or other._pending for other in self.attention_layers):
+                if any(other.seen != first.seen or other.is_interrupted for other in self.attention_layers):
                     raise CacheStateError(
                         "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
                         "call reset() on this cache before using it again."
                     )
-                self._note_peak()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def _note_peak(self) -> None:
-        # Layers prefill one after the other: while one holds its whole prompt, those before it are already small.
-        layers = self.attention_layers
-        for i, layer in enumerate(layers):
-            others = sum(done.nbytes for done in layers[:i])
-            self._peak = max(self._peak, others + layer.peak_nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -83,9 +75,8 @@ class KVCache(Cache):
 
     @property
     def peak_nbytes(self) -> int:
-        """Largest size so far, prompt included, with one layer at a time at its full prompt."""
-        self._note_peak()
-        return max(self._peak, self.nbytes)
+        """Largest size so far, prompt included: layers prefill one after the other, each shrinks before the next."""
+        return max(self.prompt.peak_nbytes, self.nbytes)
 
     @property
     def seen_tokens(self) -> int:
@@ -113,6 +104,8 @@ class KVCache(Cache):
         """What a reader of results must know: methods that did not act, and why."""
         if self.method.evicts and not self._full_layers():
             return [f"{self.method} acts on no layer: all attention layers of this model have a window of their own."]
+        if self.method.evicts and not any(layer.evicts for layer in self.attention_layers):
+            return [f"{self.method} acts on no layer: it skips all {len(self._full_layers())} full-attention layers."]
         layers = [layer for layer in self.attention_layers if layer.evicts and layer.real is not None]
         if not layers or any(layer.rows_lost_at for layer in layers):
             return []
@@ -129,7 +122,7 @@ class KVCache(Cache):
         if len(self.attention_layers) != sum(not dummy for dummy in self._is_stateless()):
             raise CacheStateError("fork() is not available for models with recurrent-state layers; use copy.deepcopy.")
         twin = object.__new__(KVCache)
-        twin.method, twin.prompt, twin._peak = self.method, Prompt(self.prompt.tokens), self._peak
+        twin.method, twin.prompt = self.method, replace(self.prompt)
         layers = [layer.fork(twin.prompt) if isinstance(layer, CacheLayer) else layer for layer in self.layers]
         Cache.__init__(twin, layers=layers)
         return twin
@@ -141,7 +134,7 @@ class KVCache(Cache):
         """Empty the cache; the memory is freed and the next call starts a new prompt."""
         super().reset()
         self.prompt.tokens = None
-        self._peak = 0
+        self.prompt.peak_nbytes = 0
 
 
 def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None:

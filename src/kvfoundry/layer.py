@@ -39,9 +39,15 @@ _TENSOR_NAMES = {
 
 @dataclass
 class Prompt:
-    """What the layers of one cache must agree on: where the prompt ends. tokens is None until it is known."""
+    """What the layers of one cache share.
+
+    tokens: where the prompt ends, None until it is known. nbytes, peak_nbytes: bytes that all layers hold together, as
+    each of them last noted, and the largest sum so far.
+    """
 
     tokens: int | None = None
+    nbytes: int = 0
+    peak_nbytes: int = 0
 
 
 class CacheLayer(CacheLayerMixin):
@@ -73,6 +79,7 @@ class CacheLayer(CacheLayerMixin):
         self.family = family
         self.prompt = prompt or Prompt()
         self.rope = rope
+        self._noted = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -85,8 +92,10 @@ class CacheLayer(CacheLayerMixin):
         self._window: tuple[Tensor, Tensor] | None = None
         self._sinks: Sinks | None = None
         self._pending: tuple[Tensor, Tensor] | None = None
+        self._halfway = False  # inside `attend`, or thrown out of it
         self.is_initialized = False
         self.peak_nbytes = 0
+        self._note_bytes()
 
     # The extension points of transformers.
 
@@ -185,6 +194,7 @@ class CacheLayer(CacheLayerMixin):
         tokens = mask.tokens(columns, self.seen, self.real, query.device)
         if tokens.gather is not None:
             query, keys, values = (_columns(tensor, tokens.gather) for tensor in (query, keys, values))
+        self._halfway = True
         reading = Reading(
             self.kernel,
             query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -200,12 +210,26 @@ class CacheLayer(CacheLayerMixin):
         assert self.rows is not None
         output = self.rows.attend(query, tokens.positions, reading)
         self.seen += columns
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        self._note_bytes()
         if self.evicts:
             self._apply(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
         elif self.rule.span is not None:
             self._leave_window(columns)
+        self._note_bytes()
+        self._halfway = False
         return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a call ended in an exception after rows were stored: only `reset` leads on from there."""
+        return self._halfway or self._pending is not None
+
+    def _note_bytes(self) -> None:
+        held = self.nbytes
+        self.prompt.nbytes += held - self._noted
+        self._noted = held
+        self.peak_nbytes = max(self.peak_nbytes, held)
+        self.prompt.peak_nbytes = max(self.prompt.peak_nbytes, self.prompt.nbytes)
 
     def _enter(self, columns: int) -> bool:
         """Whether this call belongs to the prompt. The first call is the whole prompt unless announced otherwise."""
@@ -266,6 +290,7 @@ class CacheLayer(CacheLayerMixin):
             method.group,
             self.rope,
             module,
+            method.granularity,
         )
         if method.score.accumulates:
             columns_now = method.score.observe(evidence)
@@ -314,12 +339,13 @@ class CacheLayer(CacheLayerMixin):
             # Newest last, padding first: the order of positions, cut to the window.
             order = positions.argsort(dim=1)[:, -size:]
             query, positions = _columns(query, order), positions.gather(1, order)
-        self._window = (query.clone() if keep else query, positions)
+        # A slice would keep the storage of the whole call alive.
+        self._window = (query.clone(), positions.clone()) if keep else (query, positions)
 
     def _leave_window(self, columns: int) -> None:
         """Drop rows that no later query can reach, with room for a rollback of the newest tokens."""
         assert self.rows is not None and self.rule.span is not None
-        reserve = self.rule.span - 1 + min(columns, ROLLBACK)
+        reserve = self.rule.span - 1 + ROLLBACK
         lengths = self.rows.lengths
         if int(lengths.max()) <= self.rule.span - 1 + 2 * ROLLBACK and columns == 1:
             return  # decode trims in strides, not at every token
@@ -457,7 +483,7 @@ class CacheLayer(CacheLayerMixin):
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
         twin._budget, twin._since_eviction, twin._window = self._budget, self._since_eviction, self._window
-        twin.is_initialized, twin.peak_nbytes = self.is_initialized, self.peak_nbytes
+        twin.is_initialized, twin.peak_nbytes, twin._noted = self.is_initialized, self.peak_nbytes, self._noted
         return twin
 
     # A model that handles the returned key itself is told so, by name.

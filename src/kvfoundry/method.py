@@ -17,12 +17,10 @@ from torch import Tensor
 from kvfoundry.errors import SpecError
 from kvfoundry.merging import Disposal
 from kvfoundry.selection.budgets import HeadBudget, LayerBudget, UniformHeads
-from kvfoundry.selection.evidence import Group
+from kvfoundry.selection.evidence import Granularity, Group
 from kvfoundry.selection.protect import Protect
 from kvfoundry.selection.schedule import Schedule
 from kvfoundry.selection.scores import Score
-
-Granularity = Literal["kv_head", "query_head"]
 
 
 @dataclass(frozen=True)
