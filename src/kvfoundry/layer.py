@@ -313,15 +313,18 @@ class CacheLayer(CacheLayerMixin):
             self.rows = self.rows.with_columns({})
 
     def _take_sinks(self) -> None:
-        """Before the first row goes, set the sinks aside as they were computed."""
-        if not self.method.slot_positions or self._sinks is not None:
+        """Before the first row of a sequence goes, set its sinks aside as they were computed."""
+        if not self.method.slot_positions:
             return
         if self.rope is None:
             raise CacheStateError(
                 f"{self.method}: slot positions need the model's RoPE; use it through KVCache(model)."
             )
-        assert self.rows is not None
-        self._sinks = Sinks.taken_from(self.rows, self.method.protect.sinks, self.rope)
+        assert self.rows is not None and self.real is not None
+        if self._sinks is None:
+            self._sinks = Sinks.taken_from(self.rows, self.method.protect.sinks, self.rope)
+        else:
+            self._sinks = self._sinks.renewed(self.rows, self.real)
 
     def _remember_window(self, query: Tensor, positions: Tensor, *, keep: bool) -> None:
         """Hold the last queries of every sequence, as many as the score asks for."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, position_dtype, split_groups, widened
+from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, position_dtype, split_groups, widened, writable
 
 
 def _spare_slots(rows: int) -> int:
@@ -122,7 +122,7 @@ class DenseRows(Layout):
     def _reserve(self, rows: int) -> None:
         """Make room for `rows` rows, in memory that only this layout writes."""
         capacity = self._keys.shape[2]
-        if rows <= capacity and not self._shared:
+        if rows <= capacity and not self._shared and writable(self._keys):
             return
         if rows > capacity:
             capacity = rows + _spare_slots(rows)
