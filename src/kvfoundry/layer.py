@@ -7,7 +7,7 @@ Ours returns the layer itself, so that everything meets in `attend`: query, new 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,25 +39,15 @@ _TENSOR_NAMES = {
 
 @dataclass
 class Prompt:
-    """What the layers of one cache share: where the prompt ends, and the largest size while it was read.
+    """What the layers of one cache share.
 
-    tokens: columns of the prompt, None until it is known. peak_nbytes: layers read a prompt one after the other, so
-    while one still holds all of it, those before it are already small.
+    tokens: where the prompt ends, None until it is known. nbytes, peak_nbytes: bytes that all layers hold together, as
+    each of them last noted, and the largest sum so far.
     """
 
     tokens: int | None = None
+    nbytes: int = 0
     peak_nbytes: int = 0
-    _held: dict[int, int] = field(default_factory=dict)
-
-    def clear(self) -> None:
-        """A new prompt will start."""
-        self.tokens, self.peak_nbytes = None, 0
-        self._held.clear()
-
-    def note(self, layer: int, nbytes: int) -> None:
-        """A layer holds so many bytes now."""
-        self._held[layer] = nbytes
-        self.peak_nbytes = max(self.peak_nbytes, sum(self._held.values()))
 
 
 class CacheLayer(CacheLayerMixin):
@@ -89,6 +79,7 @@ class CacheLayer(CacheLayerMixin):
         self.family = family
         self.prompt = prompt or Prompt()
         self.rope = rope
+        self._noted = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -102,7 +93,10 @@ class CacheLayer(CacheLayerMixin):
         self._window: tuple[Tensor, Tensor] | None = None
         self._sinks: Sinks | None = None
         self._pending: tuple[Tensor, Tensor] | None = None
+        self._halfway = False  # inside `attend`, or thrown out of it
         self.is_initialized = False
+        self.peak_nbytes = 0
+        self._note_bytes()
 
     # The extension points of transformers.
 
@@ -120,11 +114,6 @@ class CacheLayer(CacheLayerMixin):
     def evicts(self) -> bool:
         """Whether the method drops rows of this layer."""
         return self.rule.span is None and self.method.acts_on(self.layer_idx)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether new rows came in that were never attended to."""
-        return self._pending is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the first rows bring shape, dtype and device."""
@@ -206,6 +195,7 @@ class CacheLayer(CacheLayerMixin):
         tokens = mask.tokens(columns, self.seen, self.real, query.device)
         if tokens.gather is not None:
             query, keys, values = (_columns(tensor, tokens.gather) for tensor in (query, keys, values))
+        self._halfway = True
         reading = Reading(
             self.kernel,
             query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -222,15 +212,28 @@ class CacheLayer(CacheLayerMixin):
         assert self.rows is not None
         output = self.rows.attend(query, tokens.positions, reading)
         self.seen += columns
-        if columns > 1:
-            self.prompt.note(id(self), self.nbytes)
+        if columns > 1:  # a single row cannot make a new peak that `peak_nbytes` of the cache would not see
+            self._note_bytes()
         if self.evicts:
             self._apply(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
         elif self.rule.span is not None:
             self._leave_window(columns)
         if columns > 1:
-            self.prompt.note(id(self), self.nbytes)
+            self._note_bytes()
+        self._halfway = False
         return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a call ended in an exception after rows were stored: only `reset` leads on from there."""
+        return self._halfway or self._pending is not None
+
+    def _note_bytes(self) -> None:
+        held = self.nbytes
+        self.prompt.nbytes += held - self._noted
+        self._noted = held
+        self.peak_nbytes = max(self.peak_nbytes, held)
+        self.prompt.peak_nbytes = max(self.prompt.peak_nbytes, self.prompt.nbytes)
 
     def _enter(self, columns: int) -> bool:
         """Whether this call belongs to the prompt. The first call is the whole prompt unless announced otherwise."""
@@ -291,6 +294,7 @@ class CacheLayer(CacheLayerMixin):
             method.group,
             self.rope,
             module,
+            method.granularity,
         )
         if method.score.accumulates:
             columns_now = method.score.observe(evidence)
@@ -313,15 +317,18 @@ class CacheLayer(CacheLayerMixin):
             self.rows = self.rows.with_columns({})
 
     def _take_sinks(self) -> None:
-        """Before the first row goes, set the sinks aside as they were computed."""
-        if not self.method.slot_positions or self._sinks is not None:
+        """Before the first row of a sequence goes, set its sinks aside as they were computed."""
+        if not self.method.slot_positions:
             return
         if self.rope is None:
             raise CacheStateError(
                 f"{self.method}: slot positions need the model's RoPE; use it through KVCache(model)."
             )
-        assert self.rows is not None
-        self._sinks = Sinks.taken_from(self.rows, self.method.protect.sinks, self.rope)
+        assert self.rows is not None and self.real is not None
+        if self._sinks is None:
+            self._sinks = Sinks.taken_from(self.rows, self.method.protect.sinks, self.rope)
+        else:
+            self._sinks = self._sinks.renewed(self.rows, self.real)
 
     def _remember_window(self, query: Tensor, positions: Tensor, *, keep: bool) -> None:
         """Hold the last queries of every sequence, as many as the score asks for."""
@@ -339,12 +346,13 @@ class CacheLayer(CacheLayerMixin):
             # Newest last, padding first: the order of positions, cut to the window.
             order = positions.argsort(dim=1)[:, -size:]
             query, positions = _columns(query, order), positions.gather(1, order)
-        self._window = (query.clone() if keep else query, positions)
+        # A slice would keep the storage of the whole call alive.
+        self._window = (query.clone(), positions.clone()) if keep else (query, positions)
 
     def _leave_window(self, columns: int) -> None:
         """Drop rows that no later query can reach, with room for a rollback of the newest tokens."""
         assert self.rows is not None and self.rule.span is not None
-        reserve = self.rule.span - 1 + min(columns, ROLLBACK)
+        reserve = self.rule.span - 1 + ROLLBACK
         lengths = self.rows.lengths
         if int(lengths.max()) <= self.rule.span - 1 + 2 * ROLLBACK and columns == 1:
             return  # decode trims in strides, not at every token
@@ -485,7 +493,7 @@ class CacheLayer(CacheLayerMixin):
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
         twin._longest = self._longest
         twin._budget, twin._since_eviction, twin._window = self._budget, self._since_eviction, self._window
-        twin.is_initialized = self.is_initialized
+        twin.is_initialized, twin.peak_nbytes, twin._noted = self.is_initialized, self.peak_nbytes, self._noted
         return twin
 
     # A model that handles the returned key itself is told so, by name.

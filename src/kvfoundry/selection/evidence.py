@@ -16,6 +16,7 @@ from kvfoundry.rope import Rope
 from kvfoundry.visibility import Visibility
 
 Group = Literal["mean", "max", "sum"]
+Granularity = Literal["kv_head", "query_head"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Evidence:
     group: Group = "mean"
     rope: Rope | None = None
     module: nn.Module | None = None
+    granularity: Granularity = "kv_head"
 
     @property
     def groups(self) -> int:
