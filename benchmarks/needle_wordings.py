@@ -1,117 +1,92 @@
 """Measure needle wordings: how often does the full cache of a model answer them at about 2k tokens?
 
-    python benchmarks/needle_wordings.py --model FOLDER --items 20 --out benchmarks/results/needle_wordings.json
+    python benchmarks/needle_wordings.py --model FOLDER --out benchmarks/results/needle_wordings.json
 
-Plain transformers, greedy, no cache method: this chooses the wordings of the needle task, whose premise is that the
-full cache finds nearly all needles, so that what a method loses is the method's doing.
+Plain transformers, greedy, no cache method. It chooses the wordings of the needle task, whose premise is that the full
+cache finds nearly every needle, so that what a method loses is the method's doing. The kinds that the task offers are
+measured beside wordings that were tried and left.
 """
 
 import argparse
+import dataclasses
 import json
-import random
 import time
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
 
-from kvfoundry.evaluate.metrics import contains_answer, recovered_share
-from kvfoundry.evaluate.tasks.haystack import generated_sentences
+from kvfoundry.evaluate.prompts import encode_prompt
+from kvfoundry.evaluate.tasks.needles import KINDS, NeedleKind
+from kvfoundry.evaluate.tasks.niah import FRAME, NeedleTask
 
-FRUIT = ["mango", "papaya", "cherry", "walnut", "pumpkin", "ginger", "lemon", "coconut"]
-ANIMALS = ["elephant", "penguin", "tiger", "dolphin", "parrot", "camel", "rabbit", "giraffe", "turtle", "monkey", "zebra", "kangaroo"]
-WORDS = ["elephant", "violin", "diamond", "tornado", "pyramid", "volcano", "galaxy", "penguin", "rocket", "tiger", "piano", "umbrella"]
-CITIES = ["Lisbon", "Cairo", "Oslo", "Nairobi", "Lima", "Kyoto", "Toronto", "Mumbai", "Athens", "Havana"]
-PHRASES = [
-    "eat a fresh mango on the roof of the museum", "ride a red tram to the top of the castle", "listen to jazz in the basement of the library",
-    "feed the penguins at the old aquarium", "drink mint tea beside the blue fountain", "watch the sunset from the glass tower",
-    "rent a yellow bicycle and ride to the zoo", "dance in the street during the lantern festival",
-]  # fmt: skip
+WORDS = KINDS["word"].answers
 
 
-def digits(rng: random.Random) -> str:
-    return str(rng.randint(10**6, 10**7 - 1))
+def tried(sentence: str, question: str, answers: tuple[str, ...] | None) -> NeedleKind:
+    return NeedleKind(summary="tried", sentence=sentence, question=question, question_many=question, answers=answers)
 
 
-# name: (needle, question, how the answer is drawn)
-WORDINGS = {
-    "word/secret code word": ("The secret code word of {key} is {answer}.", "What is the secret code word of {key}? Answer with one word.", WORDS),
-    "word/magic word": ("The magic word is {answer}.", "What is the magic word?", WORDS),
-    "word/special magic word for": ("One of the special magic words for {key} is: {answer}.", "What is the special magic word for {key} mentioned in the text?", WORDS),
-    "word/symbol of city": ("The official symbol of the city of {key} is the {answer}.", "What is the official symbol of the city of {key}?", WORDS),
-    "word/pass word twice": ("The pass word of {key} is {answer}. Remember it. {answer} is the pass word of {key}.", "What is the pass word of {key}?", WORDS),
-    "word/code word remember": ("Remember this: the code word of {key} is {answer}.", "What is the code word of {key}?", WORDS),
-    "word/uncle keeps": ("My uncle in {key} keeps a {answer} in his bedroom.", "What does my uncle in {key} keep in his bedroom?", WORDS),
-    "word/museum stolen": ("Last night a thief stole a {answer} from the museum of {key}.", "What did a thief steal from the museum of {key}?", WORDS),
-    "word/favourite animal": ("The favourite animal of the mayor of {key} is the {answer}.", "What is the favourite animal of the mayor of {key}?", ANIMALS),
-    "phrase/best thing": ("The best thing to do in {key} is to {answer}.", "What is the best thing to do in {key}?", PHRASES),
-    "digits/magic number": ("One of the special magic numbers for {key} is: {answer}.", "What is the special magic number for {key} mentioned in the text?", digits),
-    "digits/pass key": ("The pass key is {answer}. Remember it. {answer} is the pass key.", "What is the pass key?", digits),
-    "digits/phone number": ("The telephone number of the {key} embassy is {answer}.", "What is the telephone number of the {key} embassy?", digits),
-}  # fmt: skip
-FRAMES = {
-    "plain": "{context}\n\n{question}",
-    "use text": "Read the following text and answer the question at the end.\n\n{context}\n\nQuestion: {question}",
-    "ask first": "Read the text below and find the answer to this question: {question}\n\n{context}\n\nQuestion: {question}",
+TRIED = {
+    "word, magic word": tried("The magic word is {answer}.", "What is the magic word?", WORDS),
+    "word, secret code word": tried("The secret code word of {key} is {answer}.", "What is the secret code word of {key}?", WORDS),
+    "word, RULER": tried(
+        "One of the special magic words for {key} is: {answer}.", "What is the special magic word for {key} mentioned in the text?", WORDS
+    ),
+    "word, symbol": tried("The official symbol of {key} is the {answer}.", "What is the official symbol of {key}?", WORDS),
+    "word, said twice": tried(
+        "The pass word of {key} is {answer}. Remember it. {answer} is the pass word of {key}.", "What is the pass word of {key}?", WORDS
+    ),
+    "phrase, not announced": dataclasses.replace(KINDS["phrase"], sentence="The best thing to do in {key} is to {answer}."),
+    "digits, pass key": tried("The pass key is {answer}. Remember it. {answer} is the pass key.", "What is the pass key?", None),
+    "digits, telephone": tried(
+        "The telephone number of the {key} embassy is {answer}.", "What is the telephone number of the {key} embassy?", None
+    ),
 }
-
-
-def build(tokenizer, wording: str, frame: str, item: int, length: int) -> tuple[str, str]:
-    needle, question, answers = WORDINGS[wording]
-    rng = random.Random(f"{wording} {item}")
-    key = rng.choice(CITIES)
-    answer = answers(rng) if callable(answers) else rng.choice(answers)
-    sentences, used = [], 120
-    for sentence in generated_sentences(item):
-        used += len(tokenizer(sentence, add_special_tokens=False).input_ids)
-        if used > length:
-            break
-        sentences.append(sentence)
-    sentences.insert(round(len(sentences) * (item % 10) / 9), " " + needle.format(key=key, answer=answer))
-    text = FRAMES[frame].format(context="".join(sentences).strip(), question=question.format(key=key))
-    return text, answer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a local folder that transformers can load")
-    parser.add_argument("--items", type=int, default=20)
-    parser.add_argument("--length", type=int, default=2000)
-    parser.add_argument("--wording", action="append", help="only wordings whose name contains this")
-    parser.add_argument("--frame", action="append", help=f"of {', '.join(FRAMES)}")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--kind", action="append", help=f"of {', '.join([*KINDS, *TRIED])}; all by default")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=2, help="items at each of ten depths")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-    outcome = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
-    for wording in WORDINGS:
-        if arguments.wording and not any(part in wording for part in arguments.wording):
-            continue
-        for frame in arguments.frame or FRAMES:
-            exact, graded, wrong, began = [], [], [], time.perf_counter()
-            for item in range(arguments.items):
-                text, answer = build(tokenizer, wording, frame, item, arguments.length)
-                inputs = tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-                )
-                with torch.no_grad():
-                    ids = model.generate(**inputs, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-                prediction = tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-                exact.append(contains_answer(answer, prediction))
-                graded.append(recovered_share(answer, prediction))
-                if not exact[-1]:
-                    wrong.append({"item": item, "answer": answer, "prediction": prediction})
-            row = {
-                "needle": WORDINGS[wording][0], "question": WORDINGS[wording][1], "frame": FRAMES[frame], "items": arguments.items,
-                "length": arguments.length, "exact": sum(exact) / len(exact), "graded": round(sum(graded) / len(graded), 4), "wrong": wrong,
-            }  # fmt: skip
-            outcome[f"{wording} / {frame}"] = row
-            seconds = (time.perf_counter() - began) / arguments.items
-            print(f"{wording:32} {frame:10} exact {row['exact']:.2f} graded {row['graded']:.2f} {seconds:.1f} s", flush=True)
-            for miss in wrong[:3]:
-                print("     ", miss["item"], miss["answer"], "|", miss["prediction"][:90].replace("\n", " "), flush=True)
-            if arguments.out:
-                arguments.out.write_text(json.dumps(outcome, indent=1) + "\n")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    chosen = arguments.kind or [*KINDS, *TRIED]
+    offered = set(KINDS)
+    KINDS.update(TRIED)
+    outcome = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    for name in chosen:
+        depths = tuple(round(100 * step / 9, 1) for step in range(10))
+        task = NeedleTask(lengths=(arguments.length,), depths=depths, kind=name, repeats=arguments.repeats)
+        scores, exacts, missed, began = [], [], [], time.perf_counter()
+        for item in task.items(tokenizer, chat=True, seed=arguments.seed):
+            ids = torch.tensor([encode_prompt(tokenizer, item.prompt, chat=True)])
+            with torch.no_grad():
+                output = model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=item.max_new_tokens, do_sample=False,
+                    pad_token_id=tokenizer.pad_token_id,
+                )  # fmt: skip
+            prediction = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+            score, exact = task.score(item, prediction)
+            scores.append(score)
+            exacts.append(exact)
+            if not exact:
+                missed.append({"depth": item.cell["depth"], "references": item.references, "prediction": prediction})
+        outcome[name] = {
+            "offered": name in offered, "sentence": KINDS[name].sentence, "question": KINDS[name].question, "frame": FRAME,
+            "length": arguments.length, "seed": arguments.seed, "items": len(scores), "exact": round(sum(exacts) / len(exacts), 4),
+            "graded": round(sum(scores) / len(scores), 4), "missed": missed,
+        }  # fmt: skip
+        arguments.out.write_text(json.dumps(outcome, indent=1) + "\n")
+        seconds = (time.perf_counter() - began) / len(scores)
+        print(f"{name:24} exact {outcome[name]['exact']:.2f} graded {outcome[name]['graded']:.2f} {seconds:.1f} s/item", flush=True)
+        for miss in missed[:3]:
+            print(f"    {miss['depth']:5} {miss['references'][0]} | {miss['prediction'][:90]!r}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvfoundry.errors import KVFoundryError
+from kvfoundry.generation import encode
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -23,13 +24,9 @@ def resolve_chat(tokenizer: Any, chat: bool | None) -> bool:
 
 
 def encode_prompt(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Token ids of one user text, inside the chat template with its generation prompt when `chat`."""
-    if chat:
-        messages = [{"role": "user", "content": text}]
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    else:
-        encoded = tokenizer(text)
-    return list(encoded["input_ids"])
+    """Token ids of one user text exactly as `kvfoundry.generate` will see them. Raises DataError for an empty prompt."""
+    ids, _ = encode(tokenizer, [text], chat=chat)
+    return ids[0].tolist()
 
 
 def hash_ids(ids: Sequence[int]) -> str:

@@ -71,6 +71,25 @@ def _first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str 
     return None
 
 
+def check_folder(folder: Path, resume: bool) -> bool:
+    """Make the folder and try it; True when it holds results to go on with.
+
+    Raises:
+        DataError: the folder cannot be written, or holds results already and `resume` is not set.
+    """
+    results = folder / RESULTS
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        exists = results.exists() and results.stat().st_size > 0
+    except OSError as error:
+        raise DataError(f"output folder {folder} cannot be written ({error.strerror}); name another with --out.") from error
+    if exists and not resume:
+        raise DataError(f"output folder {folder} already holds results; add --resume to go on with them or name another with --out.")
+    return exists
+
+
 class ResultsFolder:
     """Owns the files of one run. Use as a context manager; `append` writes one result for good.
 
@@ -85,15 +104,7 @@ class ResultsFolder:
         # Through JSON and back: what is compared is what a later run will read.
         arguments = json.loads(json.dumps(arguments))
         results = folder / RESULTS
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-            exists = results.exists() and results.stat().st_size > 0
-        except OSError as error:
-            raise DataError(f"output folder {folder} cannot be written ({error.strerror}); name another with --out.") from error
-        if exists and not resume:
-            raise DataError(f"output folder {folder} already holds results; add --resume to go on with them or name another with --out.")
+        exists = check_folder(folder, resume)
         if exists:
             self._check_same_run(arguments)
             self.lines = [line for line in read_lines(results) if not line.get("error")]

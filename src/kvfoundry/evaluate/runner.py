@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 import kvfoundry
-from kvfoundry.errors import KVFoundryError
+from kvfoundry.attention import backend_of
+from kvfoundry.evaluate.arms import expand_arms
 from kvfoundry.evaluate.prompts import check_length, encode_prompt, hash_ids, resolve_chat
 from kvfoundry.evaluate.report import render_report
 from kvfoundry.evaluate.results import META, SUMMARY, Line, ResultsFolder
@@ -57,22 +58,6 @@ class _Question:
     item: Item
     prompt_tokens: int
     prompt_hash: str
-
-
-def expand_arms(methods: Iterable[str | Any], budgets: Sequence[int | float] = ()) -> list[Any]:
-    """Methods crossed with budgets: a method that takes no budget runs once, and no arm runs twice.
-
-    Raises:
-        SpecError: an unknown method or parameter, an impossible budget.
-    """
-    arms: dict[str, Any] = {}
-    for given in methods:
-        method = kvfoundry.Method.parse(given) if isinstance(given, str) else given
-        for arm in [method.with_budget(budget) for budget in budgets] if budgets and method.takes_budget else [method]:
-            arms.setdefault(str(arm), arm)
-    if not arms:
-        raise KVFoundryError("no method given; name at least one with --method.")
-    return list(arms.values())
 
 
 def spread(items: Sequence[Any], limit: int | None) -> list[Any]:
@@ -209,7 +194,7 @@ def evaluate(
         raise TaskError("the tasks hold no items.")
     settings = {
         **(arguments or {}),
-        "tasks": {task.name: task.settings() for task in tasks},
+        "tasks": [{"task": task.name, **task.settings()} for task in tasks],
         "methods": [str(arm) for arm in arms],
         "seed": seed,
         "limit": limit,
@@ -219,7 +204,7 @@ def evaluate(
     }
     options = {"chat": chat, "prefill_chunk": prefill_chunk, "seed": seed}
     shared = {
-        "backend": getattr(model.config, "_attn_implementation", None),
+        "backend": backend_of(model),
         "prefill_chunk": prefill_chunk,
         "batch_size": batch_size,
         "chat": chat,

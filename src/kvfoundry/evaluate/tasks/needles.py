@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvfoundry.evaluate.tasks.base import TaskError
 
-_CITIES = ("Lisbon", "Cairo", "Oslo", "Nairobi", "Lima", "Kyoto", "Toronto", "Mumbai", "Athens", "Havana")
+CITIES = ("Lisbon", "Cairo", "Oslo", "Nairobi", "Lima", "Kyoto", "Toronto", "Mumbai", "Athens", "Havana")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class NeedleKind:
         Raises:
             TaskError: the haystack leaves too few keys or answers.
         """
-        keys = [key for key in _CITIES if not is_taken(key)]
+        keys = [key for key in CITIES if not is_taken(key)]
         pool = [str(rng.randint(10**6, 10**7 - 1)) for _ in range(2 * count)] if self.answers is None else self.answers
         free = [answer for answer in dict.fromkeys(pool) if not is_taken(answer)]
         if not keys or len(free) < count:
@@ -61,3 +61,33 @@ class NeedleKind:
             question=question.format(key=key, count=count),
             answers=answers,
         )
+
+
+KINDS = {
+    "word": NeedleKind(
+        summary="one word",
+        sentence="Remember this: the code word of {key} is {answer}.",
+        question="What is the code word of {key}?",
+        question_many="What are the {count} code words of {key}?",
+        answers=(
+            "elephant", "violin", "diamond", "tornado", "pyramid", "volcano", "galaxy", "penguin", "rocket", "tiger", "piano", "umbrella",
+        ),
+    ),
+    "phrase": NeedleKind(
+        summary="a few words",
+        sentence="Remember this: the best thing to do in {key} is to {answer}.",
+        question="What is the best thing to do in {key}?",
+        question_many="What are the {count} best things to do in {key}?",
+        answers=(
+            "ride the red tram", "feed the hungry penguins", "eat a fresh mango", "drink strong mint tea", "rent a yellow bicycle",
+            "climb the glass tower", "dance in the rain", "visit the diamond museum",
+        ),
+    ),
+    "digits": NeedleKind(
+        summary="seven digits",
+        sentence="One of the special magic numbers for {key} is: {answer}.",
+        question="What is the special magic number for {key} mentioned in the text?",
+        question_many="What are all {count} special magic numbers for {key} mentioned in the text?",
+        answers=None,
+    ),
+}  # fmt: skip
