@@ -21,6 +21,7 @@ from kvfoundry.evaluate.tasks.needles import KINDS, NeedleKind
 from kvfoundry.evaluate.tasks.niah import FRAME, NeedleTask
 
 WORDS = KINDS["word"].answers
+ANIMALS = ("elephant", "penguin", "tiger", "dolphin", "parrot", "camel", "rabbit", "giraffe", "turtle", "monkey", "zebra", "kangaroo")
 
 
 def tried(sentence: str, question: str, answers: tuple[str, ...] | None) -> NeedleKind:
@@ -28,6 +29,14 @@ def tried(sentence: str, question: str, answers: tuple[str, ...] | None) -> Need
 
 
 TRIED = {
+    "word, pet": tried(
+        "Remember this: the mayor of {key} keeps a {answer} as a pet.", "What animal does the mayor of {key} keep as a pet?", ANIMALS
+    ),
+    "word, favourite animal": tried(
+        "Remember this: the favourite animal of the mayor of {key} is the {answer}.",
+        "What is the favourite animal of the mayor of {key}?",
+        ANIMALS,
+    ),
     "word, magic word": tried("The magic word is {answer}.", "What is the magic word?", WORDS),
     "word, secret code word": tried("The secret code word of {key} is {answer}.", "What is the secret code word of {key}?", WORDS),
     "word, RULER": tried(

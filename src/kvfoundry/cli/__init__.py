@@ -12,6 +12,7 @@ import kvfoundry
 from kvfoundry.cli.demo import demo
 from kvfoundry.cli.evaluate import eval_app
 from kvfoundry.cli.methods import methods
+from kvfoundry.cli.options import Interrupted
 from kvfoundry.cli.run import run
 from kvfoundry.errors import KVFoundryError
 
@@ -63,14 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except _UsageError as error:
         message = getattr(error, "format_message", error.__str__)()
-        if getattr(error, "message", message).lstrip().lower().startswith("usage:"):
-            typer.echo(message, err=True)  # a group without a command: its help is the answer
-        else:
+        if message.strip():  # empty where typer has printed the help of a group already
             typer.echo(f"{_one_line(message)} Try --help.", err=True)
         return 2
-    except KeyboardInterrupt:
-        typer.echo("interrupted.", err=True)
+    except Interrupted as error:
+        typer.echo(str(error), err=True)
         return 130
-    if status == 130:
+    if status == 130:  # what typer makes of Ctrl-C
         typer.echo("interrupted.", err=True)
     return status if isinstance(status, int) else 0

@@ -14,7 +14,7 @@ from kvfoundry.evaluate.results import check_folder
 
 def demo(
     model: ModelOption = "smollm2",
-    out: Annotated[Path | None, typer.Option("--out", help="Results folder. [default: results/demo-DATE-TIME]")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Results folder. (default: results/demo-DATE-TIME)")] = None,
     seed: SeedOption = 0,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",

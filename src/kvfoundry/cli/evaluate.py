@@ -15,6 +15,7 @@ from kvfoundry.cli.options import (
     ChatOption,
     DeviceOption,
     DtypeOption,
+    Interrupted,
     JsonOption,
     MethodOption,
     ModelOption,
@@ -47,22 +48,26 @@ def progress_bar(shown: bool) -> "Iterator[Callable[[Progress], None] | None]":
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        running = bar.add_task("", total=None, left="")
+    bar = Progress(*columns, console=Console(stderr=True))
+    running = bar.add_task("", total=None, left="")
 
-        def show(state: "Progress") -> None:
-            minutes, seconds = divmod(round(state.seconds_left), 60)
-            bar.update(
-                running, description=state.method, completed=state.done, total=state.total, left=f"{minutes}:{seconds:02d} left"
-            )
+    def show(state: "Progress") -> None:
+        bar.start()  # not before there is something to show: a refusal is one line
+        minutes, seconds = divmod(round(state.seconds_left), 60)
+        bar.update(running, description=state.method, completed=state.done, total=state.total, left=f"{minutes}:{seconds:02d} left")
 
+    try:
         yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """The summary rows as a table on stdout."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(header_style="bold")
     table.add_column("method", overflow="fold")
@@ -77,8 +82,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             )
         ]  # fmt: skip
         failed = f" (+{row['failed']} failed)" if row["failed"] else ""
-        table.add_row(row["method"], f"{row['items']}{failed}", *numbers)
-    Console().print(table, markup=False)
+        table.add_row(Text(row["method"]), f"{row['items']}{failed}", *numbers)
+    Console().print(table)
 
 
 def finish(outcome: "Outcome", as_json: bool, **more: Any) -> None:
@@ -103,15 +108,15 @@ def _resume_hint(out: Path) -> str:
 @eval_app.command()
 def niah(
     lengths: Annotated[
-        list[str] | None, typer.Option("--lengths", help="Prompt lengths in the model's tokens; repeat or use commas. [default: 1024,2048]")
+        list[str] | None, typer.Option("--lengths", help="Prompt lengths in the model's tokens; repeat or use commas. (default: 1024,2048)")
     ] = None,
     depths: Annotated[
-        list[str] | None, typer.Option("--depths", help="Needle depths in percent; repeat or use commas. [default: 0,25,50,75,100]")
+        list[str] | None, typer.Option("--depths", help="Needle depths in percent; repeat or use commas. (default: 0,25,50,75,100)")
     ] = None,
     kind: Annotated[str, typer.Option("--kind", help="; ".join(f"{name}: {kind.summary}" for name, kind in KINDS.items()))] = "word",
     needles: Annotated[int, typer.Option("--needles", help="Facts hidden and asked for at once.")] = 1,
     repeats: Annotated[int, typer.Option("--repeats", help="Items per length and depth.")] = 1,
-    haystack: Annotated[Path | None, typer.Option("--haystack", help="Folder of .txt or .md files. [default: generated prose]")] = None,
+    haystack: Annotated[Path | None, typer.Option("--haystack", help="Folder of .txt or .md files. (default: generated prose)")] = None,
     model: ModelOption = "smollm2",
     method: MethodOption = None,
     budget: BudgetOption = None,
@@ -165,6 +170,5 @@ def niah(
                 on_progress=on_progress,
             )
     except KeyboardInterrupt as error:
-        typer.echo(f"interrupted; finished items are kept. Go on with: {_resume_hint(out)}", err=True)
-        raise typer.Exit(130) from error
+        raise Interrupted(f"interrupted; finished items are kept. Go on with: {_resume_hint(out)}") from error
     finish(outcome, as_json)

@@ -13,9 +13,8 @@ from kvfoundry.errors import SpecError, unknown_name
 REQUIRED = Parameter.empty
 
 
-def _call(name: str, parameters: dict[str, Any]) -> str:
-    shown = [key if value is REQUIRED else f"{key}={json.dumps(value, default=str)}" for key, value in parameters.items()]
-    return f"{name}({', '.join(shown)})" if shown else name
+def _parameters(parameters: dict[str, Any]) -> str:
+    return "\n".join(f"{key} (required)" if value is REQUIRED else f"{key}={json.dumps(value, default=str)}" for key, value in parameters.items())
 
 
 def _described(info: Any) -> dict[str, Any]:
@@ -40,11 +39,15 @@ def methods(
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 1, 0), header_style="bold")
-    for heading in ("method", "what it does", "axes", "paper"):
-        table.add_column(heading, overflow="fold")
+    table = Table(header_style="bold", show_lines=True)
+    table.add_column("method", no_wrap=True)
+    table.add_column("what it does", ratio=3)
+    table.add_column("parameters", no_wrap=True)
+    table.add_column("axes", ratio=3)
+    table.add_column("paper", ratio=2)
     for key, info in chosen.items():
         axes = "\n".join(f"{axis}: {member}" for axis, member in info.axes.items())
-        table.add_row(_call(key, dict(info.parameters)), info.summary, axes, info.paper or "")
-    Console().print(table, markup=False)
+        table.add_row(*map(Text, (key, info.summary, _parameters(info.parameters), axes, info.paper or "")))
+    Console().print(table)

@@ -12,7 +12,7 @@ Number = TypeVar("Number", int, float, int | float)
 
 ModelOption = Annotated[str, typer.Option("--model", help="Embedded model, hub name, local folder or .gguf file.")]
 MethodOption = Annotated[
-    list[str] | None, typer.Option("--method", help="Method spec such as 'snapkv(budget=256)'; may be repeated. [default: fullkv]")
+    list[str] | None, typer.Option("--method", help="Method spec such as 'snapkv(budget=256)'; may be repeated. (default: fullkv)")
 ]
 BudgetOption = Annotated[
     list[str] | None,
@@ -21,13 +21,17 @@ BudgetOption = Annotated[
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 ChatOption = Annotated[
-    bool | None, typer.Option("--chat/--no-chat", help="Put prompts into the chat template. [default: when the tokenizer has one]")
+    bool | None, typer.Option("--chat/--no-chat", help="Put prompts into the chat template. (default: when the tokenizer has one)")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a machine instead of text.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of everything drawn.")]
 PrefillOption = Annotated[
     int | None, typer.Option("--prefill-chunk", min=1, help="Read the prompt in pieces of so many tokens, evicting after each.")
 ]
+
+
+class Interrupted(Exception):
+    """Ctrl-C in a command that can go on later; the message says how."""
 
 
 def split_commas(values: Iterable[str] | None) -> list[str]:

@@ -34,7 +34,7 @@ def run(
     budget: BudgetOption = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer in tokens.")] = 64,
     batch_size: Annotated[
-        int | None, typer.Option("--eval-batch-size", "--eval_batch_size", min=1, help="Prompts per batch. [default: all]")
+        int | None, typer.Option("--eval-batch-size", "--eval_batch_size", min=1, help="Prompts per batch. (default: all)")
     ] = None,
     chat: ChatOption = None,
     prefill_chunk: PrefillOption = None,

@@ -76,7 +76,8 @@ def compare_reuse(
     encoded = [encode_prompt(tokenizer, prompt, chat) for prompt in prompts]
     for number, ids in enumerate(encoded, start=1):
         check_length(model, len(ids), max_new_tokens, f"question {number}")
-    shared = common_prefix(encoded) if len(encoded) > 1 else 0
+    # Each prompt keeps a token of its own: a model must be fed something to answer.
+    shared = min(common_prefix(encoded), min(map(len, encoded)) - 1) if len(encoded) > 1 else 0
     if shared == 0:
         raise ValueError("give at least two prompts that begin with the same document")
     fresh = [0.0, 0.0]

@@ -35,12 +35,12 @@ _MEASURED = (
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands; `seconds_left` is None until something was measured."""
+    """Where a run stands, after a batch; `method` is the one that was asked."""
 
     done: int
     total: int
     method: str
-    seconds_left: float | None
+    seconds_left: float
 
 
 @dataclass(frozen=True)
