@@ -15,7 +15,7 @@ _EXPORTS = {
     "attach": "attention",
     "generate": "generation",
     "load": "models",
-    "methods": "method",
+    "methods": "methods",
     "KVFoundryError": "errors",
 }
 
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from kvfoundry.errors import KVFoundryError as KVFoundryError
     from kvfoundry.generation import generate as generate
     from kvfoundry.method import Method as Method
-    from kvfoundry.method import methods as methods
+    from kvfoundry.registry import entries as methods
     from kvfoundry.models import load as load
 
 
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
-        value = getattr(import_module(f"kvfoundry.{_EXPORTS[name]}"), name)
+        module = import_module(f"kvfoundry.{_EXPORTS[name]}")
+        # `methods` is a package that can be called; see its docstring.
+        value = module if name == "methods" else getattr(module, name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'kvfoundry' has no attribute {name!r}")

@@ -1,0 +1,181 @@
+"""The cache of one model under one method: a list of layers that plain transformers can use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvfoundry import compat
+from kvfoundry.attention import attach, backend_of, family_of
+from kvfoundry.errors import CacheStateError, UnsupportedModelError
+from kvfoundry.kernels.attention import backend
+from kvfoundry.layer import CacheLayer, Prompt, storage_bytes
+from kvfoundry.method import Method
+from kvfoundry.visibility import WindowRule
+
+# Layers that hold a recurrent state, or nothing, instead of rows: transformers' own classes serve them.
+_STATE_LAYERS = ("linear_attention", "conv", "dummy", "mamba", "moe", "mlp")
+
+
+class KVCache(Cache):
+    """A transformers cache whose rows follow a method.
+
+        cache = kvfoundry.KVCache(model, "snapkv(budget=256)")
+        model.generate(**inputs, past_key_values=cache)
+
+    model: any decoder whose family goes through transformers' attention interface; it is attached (see
+    `kvfoundry.attach`). method: a spec string, a Method, or None for the full cache. Sliding-window layers keep their own
+    rule and linear-attention layers their state; the method acts on the full-attention layers.
+    Raises SpecError or UnsupportedModelError before anything is computed.
+    """
+
+    def __init__(self, model: PreTrainedModel, method: str | Method | None = None):
+        self.method = Method.parse("fullkv" if method is None else method)
+        attach(model)
+        self.prompt = Prompt()
+        self._peak = 0
+        super().__init__(layers=_layers(model, self.method, self.prompt))
+
+    @property
+    def attention_layers(self) -> list[CacheLayer]:
+        """The layers that hold rows."""
+        return [layer for layer in self.layers if isinstance(layer, CacheLayer)]
+
+    def expect_prompt(self, tokens: int) -> None:
+        """Announce a prompt of `tokens` columns that arrives in several calls: methods treat all of them as prompt.
+
+        Without an announcement the first call is the whole prompt and everything after it is decode.
+        """
+        if self.seen_tokens and self.prompt.tokens is not None and self.seen_tokens >= self.prompt.tokens:
+            raise CacheStateError("expect_prompt comes before the first token; reset() or fork() the cache.")
+        self.prompt.tokens = tokens
+
+    def extend_prompt(self, tokens: int) -> None:
+        """Announce `tokens` further columns of prompt after what was seen, for example a question on a stored document."""
+        self.prompt.tokens = self.seen_tokens + tokens
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Called by the model. Refuses to go on from a forward pass that was interrupted halfway."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, CacheLayer):
+            first = self.attention_layers[0]
+            if layer is first:
+                if any(other.seen != first.seen or other._pending for other in self.attention_layers):
+                    raise CacheStateError("an earlier forward pass was interrupted; call reset() on this cache.")
+                self._note_peak()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _note_peak(self) -> None:
+        # Layers prefill one after the other: while one holds its whole prompt, those before it are already small.
+        layers = self.attention_layers
+        for i, layer in enumerate(layers):
+            others = sum(done.nbytes for done in layers[:i])
+            self._peak = max(self._peak, others + layer.peak_nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages behind the rows, positions and statistics of every layer."""
+        return storage_bytes(tensor for layer in self.attention_layers for tensor in layer.tensors())
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Largest size so far, prompt included, with one layer at a time at its full prompt."""
+        self._note_peak()
+        return max(self._peak, self.nbytes)
+
+    @property
+    def seen_tokens(self) -> int:
+        """Columns seen, padding included: the position of the next token of an unpadded row."""
+        return self.attention_layers[0].seen
+
+    @property
+    def kept_rows(self) -> float:
+        """Mean rows per KV head over batch and full-attention layers."""
+        counts = [layer.lengths.float().mean() for layer in self._full_layers() if layer.rows is not None]
+        return float(torch.stack(counts).mean()) if counts else 0.0
+
+    @property
+    def kept_share(self) -> float:
+        """Rows kept over real tokens seen, over batch and full-attention layers."""
+        shares = [
+            (layer.lengths.float() / layer.real.clamp(min=1)[:, None]).mean()
+            for layer in self._full_layers()
+            if layer.real is not None
+        ]
+        return float(torch.stack(shares).mean()) if shares else 1.0
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of results must know: methods that did not act, and why."""
+        if self.method.evicts and not self._full_layers():
+            return [f"{self.method} acts on no layer: all attention layers of this model have a window of their own."]
+        layers = [layer for layer in self.attention_layers if layer.evicts and layer.real is not None]
+        if not layers or any(layer.rows_lost_at for layer in layers):
+            return []
+        longest = max(int(layer.real.max()) for layer in layers if layer.real is not None)
+        if self.method.schedule.prefill == "never" and self.method.schedule.every is None:
+            return [f"{self.method} dropped nothing: its schedule never acts."]
+        return [f"{self.method} dropped nothing: {longest} tokens are within its budget."]
+
+    def _full_layers(self) -> list[CacheLayer]:
+        return [layer for layer in self.attention_layers if layer.rule.span is None]
+
+    def fork(self) -> KVCache:
+        """An independent cache over the same memory: one document, many questions. Copies only what is written."""
+        if len(self.attention_layers) != sum(not dummy for dummy in self._is_stateless()):
+            raise CacheStateError("fork() is not available for models with recurrent-state layers; use copy.deepcopy.")
+        twin = object.__new__(KVCache)
+        twin.method, twin.prompt, twin._peak = self.method, Prompt(self.prompt.tokens), self._peak
+        layers = [layer.fork(twin.prompt) if isinstance(layer, CacheLayer) else layer for layer in self.layers]
+        Cache.__init__(twin, layers=layers)
+        return twin
+
+    def _is_stateless(self) -> list[bool]:
+        return [type(layer).__name__ == "DummyLayer" for layer in self.layers]
+
+    def reset(self) -> None:
+        """Empty the cache; the memory is freed and the next call starts a new prompt."""
+        super().reset()
+        self.prompt.tokens = None
+        self._peak = 0
+
+
+def _layers(model: PreTrainedModel, method: Method, prompt: Prompt) -> list[Any]:
+    family = family_of(model)
+    kernel = backend(backend_of(model))
+    types = compat.layer_types(model.config.get_text_config(decoder=True))
+    full = [i for i, (kind, _) in enumerate(types) if kind == "full_attention"]
+    layers: list[Any] = []
+    for i, (kind, kwargs) in enumerate(types):
+        if kind in _STATE_LAYERS:
+            stock = compat.stock_layer(kind, kwargs)
+            if stock is None:
+                raise UnsupportedModelError(f"{family}: transformers has no cache layer for its {kind!r} layers.")
+            layers.append(stock)
+            continue
+        if kind == "full_attention":
+            rule = WindowRule()
+        elif kind == "sliding_attention":
+            rule = WindowRule(sliding=kwargs["sliding_window"])
+        elif kind == "chunked_attention":
+            rule = WindowRule(chunked=kwargs["sliding_window"])
+        else:
+            raise UnsupportedModelError(f"{family}: layers of type {kind!r} are not served.")
+        layers.append(
+            CacheLayer(
+                method,
+                layer_idx=full.index(i) if i in full else i,
+                num_layers=len(full),
+                rule=rule,
+                kernel=kernel,
+                family=family,
+                prompt=prompt,
+            )
+        )
+    if not any(isinstance(layer, CacheLayer) for layer in layers):
+        raise UnsupportedModelError(f"{family}: it has no attention layers with keys and values.")
+    return layers

@@ -1,0 +1,265 @@
+"""Text from a model under a method: batches, chunked prompts, transformers' own decoding, and what it cost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+from kvfoundry.cache import KVCache
+from kvfoundry.errors import DataError
+from kvfoundry.method import Method
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer and its cost.
+
+    stored_bytes, peak_bytes: the cache's bytes after the prompt and at their largest, and full_bytes those of a full
+    16- or 32-bit cache of the same prompt, each divided by the rows of the batch. kept_rows: rows per KV head and
+    full-attention layer after the prompt; kept_share: the same over the prompt's tokens. Times are of the whole batch:
+    ttft_seconds until the first token, ms_per_token per decode step after it (0 when there was none).
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    new_tokens: int
+    stored_bytes: int
+    peak_bytes: int
+    full_bytes: int
+    kept_rows: float
+    kept_share: float
+    ttft_seconds: float
+    ms_per_token: float
+    seconds: float
+    notes: list[str]
+
+
+def generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: str | list[str],
+    method: str | Method | None = None,
+    max_new_tokens: int = 64,
+    *,
+    chat: bool = False,
+    batch_size: int | None = None,
+    prefill_chunk: int | None = None,
+    streamer: Any = None,
+    generation_config: GenerationConfig | None = None,
+    seed: int | None = None,
+    cache: KVCache | None = None,
+    details: bool = False,
+    **options: Any,
+) -> Any:
+    """Answer one prompt or many under a method; the same text as `model.generate` with the same cache.
+
+    prompts: a string, or a list answered in batches of `batch_size` (all at once by default), left-padded. chat: wrap
+    each prompt as a user turn of the tokenizer's chat template. prefill_chunk: feed the prompt in pieces of so many
+    tokens; methods evict after each piece, so the peak stays below the full cache. cache: continue on this cache (a
+    fork() of a document's cache, say); prompts are then the text that follows. streamer, generation_config, seed and
+    further keywords (do_sample, num_beams, stop_strings, ...) are transformers'.
+    Returns a string or a list of strings in the order of the prompts; with details=True `Generation` objects.
+    Raises DataError for an empty prompt or one that does not fit the model.
+    """
+    method = cache.method if cache is not None else Method.parse("fullkv" if method is None else method)
+    single = isinstance(prompts, str)
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if seed is not None:
+        set_seed(seed)
+    if cache is not None and len(texts) != 1:
+        raise DataError("cache=... continues one sequence; give one prompt, and fork() the cache for each question.")
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise DataError(f"prefill_chunk={prefill_chunk} must be at least 1 token.")
+    results: list[Generation] = []
+    size = batch_size or max(1, len(texts))
+    for start in range(0, len(texts), size):
+        ids, mask = encode(tokenizer, texts[start : start + size], chat=chat, continued=cache is not None)
+        _check_lengths(model, mask, max_new_tokens, cache)
+        results += _generate_batch(
+            model, tokenizer, ids.to(model.device), mask.to(model.device), method, max_new_tokens,
+            cache, prefill_chunk, streamer, generation_config, options,
+        )  # fmt: skip
+    answers = results if details else [result.text for result in results]
+    return answers[0] if single and len(answers) == 1 else answers
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, chat: bool, continued: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Token ids and mask of a batch, left-padded: [batch, tokens] each. Raises DataError for an empty prompt.
+
+    continued: the text follows a cached document, so no special token goes in front.
+    """
+    for i, text in enumerate(texts):
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"prompt {i} is empty; give some text.")
+    rows = [_encode_one(tokenizer, text, chat, continued) for text in texts]
+    for i, row in enumerate(rows):
+        if not row:
+            raise DataError(f"prompt {i} has no tokens; give some text.")
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def _encode_one(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, continued: bool) -> list[int]:
+    if not chat:
+        return list(tokenizer(text, add_special_tokens=not continued)["input_ids"])
+    if not tokenizer.chat_template:
+        raise DataError("chat=True, but the tokenizer has no chat template; use chat=False.")
+    turn = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+
+def _check_lengths(model: PreTrainedModel, mask: Tensor, max_new_tokens: int, cache: KVCache | None) -> None:
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = int(mask.sum(dim=1).max()) + (cache.seen_tokens if cache is not None else 0)
+    streams = cache is not None and cache.method.slot_positions
+    if isinstance(limit, int) and longest + max_new_tokens > limit and not streams:
+        raise DataError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's limit of {limit} "
+            "positions; shorten the prompt (eval tasks cut its middle) or lower max_new_tokens."
+        )
+
+
+class _Clock(StoppingCriteria):
+    """Notes when each token is ready, and the cache's size when the prompt is done. Never stops anything."""
+
+    def __init__(self, cache: KVCache, device: torch.device):
+        self.cache, self.device = cache, device
+        self.times: list[float] = []
+        self.stored = self.peak = 0
+        self.kept_rows = self.kept_share = 0.0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        if not self.times:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.stored, self.peak = self.cache.nbytes, self.cache.peak_nbytes
+            self.kept_rows, self.kept_share = self.cache.kept_rows, self.cache.kept_share
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+@torch.inference_mode()
+def _generate_batch(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
+    mask: Tensor,
+    method: Method,
+    max_new_tokens: int,
+    cache: KVCache | None,
+    prefill_chunk: int | None,
+    streamer: Any,
+    generation_config: GenerationConfig | None,
+    options: dict[str, Any],
+) -> list[Generation]:
+    started = time.perf_counter()
+    cache = KVCache(model, method) if cache is None else cache
+    past = cache.seen_tokens
+    if past:
+        cache.extend_prompt(ids.shape[1])
+        # transformers cuts the ids of the whole text down to what the cache has not seen; the cut part is never read.
+        ids = torch.cat([ids.new_zeros(ids.shape[0], past), ids], dim=1)
+        mask = torch.cat([mask.new_ones(mask.shape[0], past), mask], dim=1)
+    elif prefill_chunk is not None:
+        cache.expect_prompt(ids.shape[1])
+    if prefill_chunk is not None:
+        _feed(model, ids, mask, cache, prefill_chunk)
+    clock = _Clock(cache, ids.device)
+    criteria = StoppingCriteriaList([clock, *(options.pop("stopping_criteria", None) or [])])
+    output = model.generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        streamer=streamer,
+        generation_config=generation_config,
+        stopping_criteria=criteria,
+        tokenizer=tokenizer if "stop_strings" in options else None,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        **options,
+    )
+    finished = time.perf_counter()
+    sequences = output if isinstance(output, Tensor) else output.sequences
+    per_prompt = sequences.shape[0] // ids.shape[0]
+    steps = len(clock.times) - 1
+    ms_per_token = 1e3 * (clock.times[-1] - clock.times[0]) / steps if steps > 0 else 0.0
+    results = []
+    for i, sequence in enumerate(sequences[:, ids.shape[1] :]):
+        tokens = _until_stop(sequence.tolist(), model, generation_config, tokenizer)
+        prompt_tokens = int(mask[i // per_prompt].sum())
+        results.append(
+            Generation(
+                text=tokenizer.decode(tokens, skip_special_tokens=True),
+                token_ids=tokens,
+                prompt_tokens=prompt_tokens,
+                new_tokens=len(tokens),
+                stored_bytes=clock.stored // sequences.shape[0],
+                peak_bytes=clock.peak // sequences.shape[0],
+                full_bytes=full_cache_bytes(model, prompt_tokens),
+                kept_rows=clock.kept_rows,
+                kept_share=clock.kept_share,
+                ttft_seconds=clock.times[0] - started,
+                ms_per_token=ms_per_token,
+                seconds=finished - started,
+                notes=cache.notes,
+            )
+        )
+    return results
+
+
+def _feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: KVCache, chunk: int) -> None:
+    """All of the prompt but its last piece, which `generate` takes together with the first new token."""
+    start = cache.seen_tokens
+    while ids.shape[1] - start > chunk:
+        stop = start + chunk
+        positions = (mask[:, :stop].cumsum(dim=1) - 1).clamp(min=0)[:, start:stop]
+        model(
+            ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions,
+            past_key_values=cache, use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+        start = stop
+
+
+def _until_stop(
+    tokens: list[int],
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[int]:
+    """The tokens up to and with the first stop token; what follows in a batch is padding."""
+    config = generation_config or model.generation_config
+    stops = config.eos_token_id if config is not None else None
+    stops = [stops] if isinstance(stops, int) else list(stops or [])
+    for i, token in enumerate(tokens):
+        if token in stops:
+            return tokens[: i + 1]
+    return tokens
+
+
+def full_cache_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Bytes of keys and values that a full cache of `tokens` tokens would hold in the model's dtype, windows included."""
+    from kvfoundry import compat
+
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = 0
+    for kind, kwargs in compat.layer_types(config):
+        if kind in ("sliding_attention", "chunked_attention"):
+            rows += min(tokens, kwargs["sliding_window"])
+        elif kind == "full_attention":
+            rows += tokens
+    return 2 * rows * heads * head_dim * model.dtype.itemsize

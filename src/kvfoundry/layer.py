@@ -1,0 +1,460 @@
+"""One layer of the cache: the life of its rows.
+
+transformers calls `update` with the new keys and values, then the attention function with whatever `update` returned. Ours
+returns the layer itself, so that everything meets in `attend`: query, new rows, stored rows, mask, scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvfoundry.errors import CacheStateError, UnsupportedModelError
+from kvfoundry.kernels.attention import AttentionKernel, backend
+from kvfoundry.layouts import DenseRows, Layout
+from kvfoundry.layouts.base import Reading
+from kvfoundry.method import Method
+from kvfoundry.prompt_mask import PromptMask
+from kvfoundry.selection.evict import evict
+from kvfoundry.selection.evidence import Evidence
+from kvfoundry.visibility import WindowRule
+
+# A window layer keeps this many tokens more than its window, so that speculative decoding can take tokens back.
+ROLLBACK = 64
+
+# What a model would touch if it handled the returned key itself instead of passing it on.
+_TENSOR_NAMES = frozenset(
+    "shape size dim transpose permute view reshape to dtype contiguous expand unsqueeze squeeze float half "
+    "bfloat16 chunk split flatten unflatten repeat_interleave mT T matmul mean sum".split()
+)
+
+
+@dataclass
+class Prompt:
+    """What the layers of one cache must agree on: where the prompt ends. tokens is None until it is known."""
+
+    tokens: int | None = None
+
+
+class CacheLayer(CacheLayerMixin):
+    """Rows of one attention layer under one method.
+
+    A full-attention layer follows the method; a window layer (`rule` with a span) keeps its own rule and never loses a row
+    that its window still reaches.
+    """
+
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(
+        self,
+        method: Method,
+        *,
+        layer_idx: int = 0,
+        num_layers: int = 1,
+        rule: WindowRule = WindowRule(),
+        kernel: AttentionKernel | None = None,
+        family: str = "the model",
+        prompt: Prompt | None = None,
+    ):
+        self.method = method
+        self.layer_idx, self.num_layers = layer_idx, num_layers
+        self.rule = rule
+        self.kernel = kernel or backend("sdpa")
+        self.family = family
+        self.prompt = prompt or Prompt()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.rows: Layout | None = None
+        self.seen = 0  # columns, padding included
+        self.real: Tensor | None = None  # [batch] real tokens, on the CPU
+        self.rows_lost_at = 0  # columns seen when rows were last dropped
+        self._budget: Tensor | None = None
+        self._since_eviction = 0
+        self._window: tuple[Tensor, Tensor] | None = None
+        self._pending: tuple[Tensor, Tensor] | None = None
+        self.is_initialized = False
+        self.peak_nbytes = 0
+
+    # The extension points of transformers.
+
+    @property
+    def is_sliding(self) -> bool:  # type: ignore[override]
+        """Whether transformers should build the window mask from this layer."""
+        return self.rule.span is not None
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether tokens can always be taken back; false as soon as the method may drop rows."""
+        return not self.evicts
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the method drops rows of this layer."""
+        return self.rule.span is None and self.method.acts_on(self.layer_idx)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: the first rows bring shape, dtype and device."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Take the new rows and travel on as the key. [batch, heads, tokens, dim] each."""
+        if self._pending is not None:
+            raise UnsupportedModelError(
+                f"{self.family}: layer {self.layer_idx} stored keys but never attended through kvfoundry's attention "
+                "function; call KVCache(model, ...) or kvfoundry.attach(model) on this model, or its family is not served."
+            )
+        self._pending = (key_states, value_states)
+        return self, self
+
+    def get_seq_length(self) -> int:
+        """Columns seen: positions go on from here, whatever is stored."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Sizes of the logical mask; which rows exist is the layer's own affair."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No maximum (name of 5.17)."""
+        return -1
+
+    # One call.
+
+    def step(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, scaling: float | None = None
+    ) -> Tensor:
+        """Feed one call by hand: [batch, heads, tokens, dim] tensors as attention sees them; output like query.
+
+        attention_mask: [batch, tokens of this call], 0 for padding.
+        """
+        past = None
+        if attention_mask is not None:
+            past = torch.ones(attention_mask.shape[0], self.seen, dtype=torch.bool, device=attention_mask.device)
+            past = torch.cat([past, attention_mask.bool()], dim=1)
+        self.update(key, value)
+        return self.attend(query, PromptMask(attention_mask=past), scaling=scaling)
+
+    def attend(
+        self,
+        query: Tensor,
+        mask: PromptMask,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store the pending rows, attend over all rows, then let the method act.
+
+        query: [batch, query_heads, tokens, head_dim]. Returns [batch, query_heads, tokens, value_dim]; zeros for padding.
+        """
+        if self._pending is None:
+            raise UnsupportedModelError(
+                f"{self.family}: layer {self.layer_idx} attends to keys that another layer stored; shared KV is not served."
+            )
+        (keys, values), self._pending = self._pending, None
+        if not self.is_initialized:
+            self.is_initialized = True
+            self.real = torch.zeros(keys.shape[0], dtype=torch.long)
+        assert self.real is not None
+        mask.check(self.rule, self.family)
+        columns = query.shape[2]
+        tokens = mask.tokens(columns, self.seen, self.real, query.device)
+        if tokens.gather is not None:
+            query, keys, values = (_columns(tensor, tokens.gather) for tensor in (query, keys, values))
+        reading = Reading(
+            self.kernel,
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap,
+            sinks,
+            self.rule,
+            self.method.unread_distance if self.seen else None,
+        )
+        in_prompt = self._enter(columns)
+        own = self.rows is None
+        self.real = self.real + (columns if tokens.counts is None else tokens.counts)
+        self._store(keys, values, tokens.positions, tokens.counts)
+        assert self.rows is not None
+        output = self.rows.attend(query, tokens.positions, reading)
+        self.seen += columns
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        if self.evicts:
+            self._apply(query, tokens.positions, reading, own=own, in_prompt=in_prompt, columns=columns)
+        elif self.rule.span is not None:
+            self._leave_window(columns)
+        return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
+
+    def _enter(self, columns: int) -> bool:
+        """Whether this call still belongs to the prompt. The first call is the whole prompt unless announced otherwise."""
+        if self.prompt.tokens is None:
+            self.prompt.tokens = columns
+        return self.seen < self.prompt.tokens
+
+    def _store(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None) -> None:
+        assert self.real is not None
+        last_position = int(self.real.max()) - 1
+        if self.rows is None:
+            self.rows = DenseRows.of_tokens(keys, values, positions, counts, last_position)
+            return
+        stored_heads = self.rows.lengths.shape[1]
+        if keys.shape[1] != stored_heads:  # one kept set per query head
+            groups = stored_heads // keys.shape[1]
+            keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+        self.rows = self.rows.append(keys, values, positions, counts, last_position)
+
+    def _apply(
+        self, query: Tensor, positions: Tensor, reading: Reading, *, own: bool, in_prompt: bool, columns: int
+    ) -> None:
+        """Observe, and evict when the schedule says so."""
+        method, schedule = self.method, self.method.schedule
+        assert method.score is not None and method.budget is not None and self.rows is not None
+        assert self.real is not None and self.prompt.tokens is not None
+        prompt_ends = in_prompt and self.seen >= self.prompt.tokens
+        acts_later = schedule.every is not None or not (in_prompt and prompt_ends)
+        if in_prompt:
+            due = schedule.prefill == "chunk" or (schedule.prefill == "end" and prompt_ends)
+            self._budget = method.budget.rows(self.real, self.layer_idx, self.num_layers)
+        else:
+            self._since_eviction += columns
+            due = schedule.every is not None and self._since_eviction >= schedule.every
+        if not in_prompt and schedule.every is None:
+            return
+        self._remember_window(query, positions, keep=acts_later)
+        window_query, window_positions = self._window if self._window is not None else (query, positions)
+        evidence = Evidence(
+            query,
+            positions,
+            window_query,
+            window_positions,
+            self.rows.view(),
+            reading,
+            own,
+            self.real,
+            self.layer_idx,
+            self.num_layers,
+            method.group,
+        )
+        if method.score.accumulates:
+            columns_now = method.score.observe(evidence)
+            self.rows = self.rows.with_columns(columns_now)
+            evidence = replace(evidence, rows=replace(evidence.rows, columns=columns_now))
+        if due:
+            self._since_eviction = 0
+            budget = self._budget
+            if not in_prompt and schedule.cap is not None:
+                budget = torch.full_like(self.real, schedule.cap)
+            assert budget is not None
+            kept = evict(method, self.rows, evidence, budget)
+            if kept is not self.rows:
+                self.rows, self.rows_lost_at = kept, self.seen
+        if not acts_later:
+            self._window = None
+            self.rows = self.rows.with_columns({})
+
+    def _remember_window(self, query: Tensor, positions: Tensor, *, keep: bool) -> None:
+        """Hold the last queries of every sequence, as many as the score asks for."""
+        assert self.method.score is not None
+        size = self.method.score.window
+        if size == 0:
+            self._window = None
+            return
+        if self._window is not None:
+            query = torch.cat([self._window[0], query], dim=2)
+            positions = torch.cat([self._window[1], positions], dim=1)
+        if bool((positions >= 0).all()):
+            query, positions = query[:, :, -size:], positions[:, -size:]
+        else:
+            # Newest last, padding first: the order of positions, cut to the window.
+            order = positions.argsort(dim=1)[:, -size:]
+            query, positions = _columns(query, order), positions.gather(1, order)
+        self._window = (query.clone() if keep else query, positions)
+
+    def _leave_window(self, columns: int) -> None:
+        """Drop rows that no later query can reach, with room for a rollback of the newest tokens."""
+        assert self.rows is not None and self.rule.span is not None
+        reserve = self.rule.span - 1 + min(columns, ROLLBACK)
+        lengths = self.rows.lengths
+        if int(lengths.max()) <= self.rule.span - 1 + 2 * ROLLBACK and columns == 1:
+            return  # decode trims in strides, not at every token
+        if int(lengths.max()) <= reserve:
+            return
+        view = self.rows.view()
+        counts = lengths.clamp(max=reserve)
+        offset = torch.arange(int(counts.max()))
+        slots = (lengths - counts)[..., None] + offset
+        slots = slots.masked_fill(offset >= counts[..., None], -1).to(view.keys.device)
+        self.rows = DenseRows.gathered(view, slots, counts)
+
+    # State.
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages that this layer keeps alive."""
+        return storage_bytes(self.tensors())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor behind the layer: rows, positions, statistics, remembered queries."""
+        if self.rows is not None:
+            yield from self.rows.tensors()
+        if self._window is not None:
+            yield from self._window
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """Stored keys as a rectangle [batch, heads, rows, head_dim], zeros where a ragged head has no row."""
+        return None if self.rows is None else self.rows.view().keys
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """Stored values, like `keys`."""
+        return None if self.rows is None else self.rows.view().values
+
+    @property
+    def positions(self) -> Tensor:
+        """Token index of every row in its own sequence: [batch, heads, rows], -1 where a ragged head has no row."""
+        if self.rows is None:
+            return torch.empty(0, 0, 0, dtype=torch.long)
+        return self.rows.view().head_positions.to(torch.long)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Rows per batch row and head: [batch, heads]."""
+        return torch.empty(0, 0, dtype=torch.long) if self.rows is None else self.rows.lengths
+
+    @property
+    def batch_size(self) -> int:
+        """Batch rows; AttributeError before the first call, as transformers expects."""
+        if self.rows is None:
+            raise AttributeError("batch_size is not known before the first call")
+        return self.rows.lengths.shape[0]
+
+    def reset(self) -> None:
+        """Back to an empty layer; the memory is freed."""
+        self._clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take tokens back. Negative: that many of the newest; positive: down to that length (as transformers has it).
+
+        Raises CacheStateError when rows of the remaining tokens are gone, so the state cannot be what it was.
+        """
+        remaining = self.seen + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.seen)
+        if remaining == self.seen or self.rows is None:
+            return
+        if remaining < 0:
+            raise CacheStateError(f"cannot take back {-tokens_to_remove} tokens: the cache has seen {self.seen}.")
+        if self.evicts and (remaining < self.rows_lost_at or self._since_eviction or self.method.schedule.every):
+            raise CacheStateError(
+                f"cannot take tokens back under {self.method}: rows of the remaining tokens are already dropped. "
+                "Use fullkv for assisted or prompt-lookup decoding, or fork() the cache before trying tokens."
+            )
+        if remaining == 0:
+            self._clear()
+            return
+        assert self.real is not None
+        removed = self.seen - remaining
+        if bool((self.real != self.real[0]).any()) and bool((self.real <= removed).any()):
+            raise CacheStateError(f"cannot take back {removed} tokens: they reach into the padding of a batch row.")
+        real = self.real - removed
+        view = self.rows.view()
+        kept = ((view.head_positions >= 0) & (view.head_positions < real.to(view.keys.device)[:, None, None])).sum(-1).cpu()
+        if self.rule.span is not None and bool((kept < torch.minimum(real, torch.tensor(self.rule.span - 1))[:, None]).any()):
+            raise CacheStateError(
+                f"cannot take back {removed} tokens: a window layer keeps only {ROLLBACK} tokens beyond its window."
+            )
+        self.rows, self.seen, self.real = self.rows.truncated(kept), remaining, real
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Batch rows in the order `beam_idx` (beam search)."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every batch row `repeats` times, next to itself."""
+        if self.rows is not None:
+            self.batch_select_indices(torch.arange(self.rows.lengths.shape[0]).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The batch rows `indices`, everything that belongs to a row included."""
+        if self.rows is None:
+            return
+        assert self.real is not None
+        self.rows = self.rows.select_batch(indices)
+        host = indices.cpu()
+        self.real = self.real[host]
+        self._budget = None if self._budget is None else self._budget[host]
+        if self._window is not None:
+            device_indices = indices.to(self._window[0].device)
+            self._window = (self._window[0][device_indices], self._window[1][device_indices])
+
+    def fork(self, prompt: Prompt) -> CacheLayer:
+        """An independent layer over the same memory; the first write on either side copies."""
+        twin = CacheLayer(
+            self.method,
+            layer_idx=self.layer_idx,
+            num_layers=self.num_layers,
+            rule=self.rule,
+            kernel=self.kernel,
+            family=self.family,
+            prompt=prompt,
+        )
+        twin.rows = None if self.rows is None else self.rows.shared()
+        twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
+        twin._budget, twin._since_eviction, twin._window = self._budget, self._since_eviction, self._window
+        twin.is_initialized, twin.peak_nbytes = self.is_initialized, self.peak_nbytes
+        return twin
+
+    # A model that handles the returned key itself is told so, by name.
+
+    def _refuse_as_tensor(self, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self.family}: it works on the keys that the cache returns ({what}) before attention, "
+            "which kvfoundry cannot intercept exactly; use a transformers cache for this model."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _TENSOR_NAMES:
+            raise self._refuse_as_tensor(f".{name}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._refuse_as_tensor("indexing")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        layer = next(value for value in _flat(args, kwargs) if isinstance(value, cls))
+        raise layer._refuse_as_tensor(getattr(function, "__name__", str(function)))
+
+
+def storage_bytes(tensors: Iterator[Tensor]) -> int:
+    """Bytes of the distinct storages behind the tensors: a view counts as the storage it keeps alive."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _columns(tensor: Tensor, gather: Tensor) -> Tensor:
+    """Columns `gather` [batch, width] of [batch, heads, tokens, dim]."""
+    return tensor.gather(2, gather[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+
+
+def _restored(output: Tensor, gather: Tensor, positions: Tensor, columns: int) -> Tensor:
+    """Outputs of compacted tokens back in their columns, zeros where there was padding."""
+    real = (positions >= 0)[:, None, :, None]
+    index = gather[:, None, :, None].expand(-1, output.shape[1], -1, output.shape[3])
+    restored = output.new_zeros(output.shape[0], output.shape[1], columns, output.shape[3])
+    return restored.scatter(2, index, output * real)
+
+
+def _flat(args: Any, kwargs: Any) -> Iterator[Any]:
+    for value in (*args, *(kwargs or {}).values()):
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value

@@ -1,0 +1,25 @@
+"""Who holds the rows of one layer, and how they are read.
+
+`DenseRows` is one rectangle per layer; `RaggedRows` gives every head of every batch row exactly the memory it keeps.
+"""
+
+from kvfoundry.layouts.base import Columns, Layout, RowsView
+from kvfoundry.layouts.dense import DenseRows
+from kvfoundry.layouts.ragged import RaggedRows
+
+__all__ = ["Columns", "DenseRows", "Layout", "RaggedRows", "RowsView", "keep_rows"]
+
+# A rectangle may waste this share of its slots on shorter heads before the ragged layout takes over.
+_TOLERATED_WASTE = 0.01
+
+
+def keep_rows(layout: Layout, slots, counts) -> Layout:
+    """Gather the kept rows into the layout that stores them without waste.
+
+    slots: [batch, heads, width] slot numbers in ascending order, -1 behind the last one of a shorter head.
+    counts: [batch, heads] how many of them each head keeps, on the CPU.
+    """
+    width = slots.shape[2]
+    rectangle, kept = counts.numel() * width, int(counts.sum())
+    target = DenseRows if rectangle - kept <= _TOLERATED_WASTE * rectangle else RaggedRows
+    return target.gathered(layout.view(), slots, counts)

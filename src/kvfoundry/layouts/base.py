@@ -1,0 +1,150 @@
+"""The contract of a layout, and the rectangular view of its rows that scores and merges work on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvfoundry.kernels.attention import AttentionKernel
+from kvfoundry.visibility import Visibility, WindowRule
+
+# Statistics that travel with the rows: name -> [batch, heads, rows] per stored head, or [batch, heads, rows, groups]
+# with one entry per query head.
+Columns = dict[str, Tensor]
+
+# Positions fit in two bytes up to here; they are the only overhead of a row, so narrow ones matter for small heads.
+_NARROW_LIMIT = torch.iinfo(torch.int16).max
+
+
+def position_dtype(last_position: int) -> torch.dtype:
+    """The narrowest integer type that holds every position up to `last_position`."""
+    return torch.int16 if last_position <= _NARROW_LIMIT else torch.int32
+
+
+def split_groups(column: Tensor, groups: int) -> Tensor:
+    """A statistics column for `groups` times as many heads: per query head entries become heads, others repeat."""
+    if column.dim() == 3:
+        return column.repeat_interleave(groups, dim=1)
+    batch, heads, rows, _ = column.shape
+    return column.transpose(2, 3).reshape(batch, heads * groups, rows, 1)
+
+
+def widened(positions: Tensor, last_position: int) -> Tensor:
+    """The positions in a type that also holds `last_position`."""
+    fits = positions.dtype != torch.int16 or last_position <= _NARROW_LIMIT
+    return positions if fits else positions.to(torch.int32)
+
+
+@dataclass(frozen=True)
+class RowsView:
+    """Rows as rectangles. Slots at or behind a head's length hold zeros, with position -1.
+
+    keys: [batch, heads, rows, head_dim]; values: [batch, heads, rows, value_dim].
+    positions: [batch, heads or 1, rows], token index of each row in its own sequence, padding not counted.
+    lengths: [batch, heads] on the CPU.
+    columns: statistics per row, [batch, heads, rows, ...].
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    lengths: Tensor
+    columns: Columns = field(default_factory=dict)
+
+    @property
+    def head_positions(self) -> Tensor:
+        """Positions with the head dimension expanded: [batch, heads, rows]."""
+        return self.positions.expand(-1, self.keys.shape[1], -1)
+
+    @property
+    def valid(self) -> Tensor:
+        """Boolean [batch, heads, rows]: True where a head really has a row."""
+        return self.head_positions >= 0
+
+
+class Layout(ABC):
+    """Rows of one layer for every batch row and head. Rows are stored in ascending position order."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> Tensor:
+        """Rows per batch row and head: [batch, heads], on the CPU."""
+
+    @abstractmethod
+    def view(self) -> RowsView:
+        """The rows as rectangles: no copy for a dense layout, a padded copy for a ragged one."""
+
+    @abstractmethod
+    def append(
+        self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None, last_position: int
+    ) -> Layout:
+        """Store new rows behind the old ones and return the layout that now holds them.
+
+        keys, values: [batch, heads, tokens, dim], real tokens first; positions: [batch, tokens], -1 behind them.
+        counts: real tokens per batch row, on the CPU; None when all are real. last_position: the largest of positions.
+        """
+
+    @abstractmethod
+    def truncated(self, lengths: Tensor) -> Layout:
+        """The first `lengths` rows of every head ([batch, heads], on the CPU)."""
+
+    @abstractmethod
+    def select_batch(self, indices: Tensor) -> Layout:
+        """The batch rows `indices`, in that order, repeats allowed; owns its memory."""
+
+    @abstractmethod
+    def with_columns(self, columns: Columns) -> Layout:
+        """The same rows with these statistics ([batch, heads, rows, ...] rectangles as in `view`)."""
+
+    @abstractmethod
+    def expanded_heads(self, groups: int) -> Layout:
+        """Every head repeated `groups` times, for methods that keep one set per query head."""
+
+    @abstractmethod
+    def shared(self) -> Layout:
+        """A second layout over the same memory; whichever of the two writes first takes a copy."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that holds memory for the rows."""
+
+    @abstractmethod
+    def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
+        """Attention of the newest queries over the rows: [batch, query_heads, queries, value_dim].
+
+        query: [batch, query_heads, queries, head_dim]; query_positions: [batch, queries], -1 for padding.
+        The rows of these queries are the newest ones of every head.
+        """
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How one attention call reads: the kernel, and the terms that the model adds to the logits."""
+
+    kernel: AttentionKernel
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    rule: WindowRule = WindowRule()
+    unread_distance: int | None = None
+
+    def visibility(self, query_positions: Tensor, key_positions: Tensor, *, own: bool, complete: bool) -> Visibility:
+        """The mask of one call, in its cheapest form.
+
+        own: the rows are exactly the queries' own tokens. complete: no head has padding behind its rows.
+        """
+        queries, rows = query_positions.shape[1], key_positions.shape[2]
+        reaches_all = self.rule.span is None or rows <= self.rule.span
+        if self.rule.chunked is not None or self.unread_distance is not None:
+            pattern = "masked"
+        elif own and reaches_all and queries > 1:
+            pattern = "causal"
+        elif queries == 1 and complete and self.rule.span is None:
+            pattern = "full"
+        else:
+            pattern = "masked"
+        return Visibility(query_positions, key_positions, pattern, self.rule, self.unread_distance)

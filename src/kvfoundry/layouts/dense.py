@@ -1,0 +1,186 @@
+"""One rectangle [batch, heads, capacity, dim] per layer, with spare slots so that a decode step is one small write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, position_dtype, split_groups, widened
+
+
+def _spare_slots(rows: int) -> int:
+    """Slots to add when the rectangle grows: about 6 %, so that the copy is rare and the waste small."""
+    return min(256, max(16, rows // 16))
+
+
+def _padded(tensor: Tensor, capacity: int, fill: float = 0) -> Tensor:
+    """Copy into a buffer of `capacity` slots. The tail is filled: masked slots must still hold finite numbers."""
+    shape = (*tensor.shape[:2], capacity, *tensor.shape[3:])
+    buffer = tensor.new_full(shape, fill)
+    buffer[:, :, : tensor.shape[2]] = tensor
+    return buffer
+
+
+class DenseRows(Layout):
+    """Rows at the front of each head's slots; `lengths` says how many. Equal lengths need no masks."""
+
+    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor, columns: Columns | None = None):
+        self._keys, self._values, self._positions = keys, values, positions
+        self._lengths = lengths
+        self._columns = columns or {}
+        self._rows = int(lengths.max()) if lengths.numel() else 0
+        self._even = bool((lengths == self._rows).all())
+        # True while the rows are exactly the tokens of one call: then the lower triangle is the mask.
+        self._own_tokens = False
+        self._shared = False
+
+    @classmethod
+    def of_tokens(
+        cls, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None, last_position: int
+    ) -> DenseRows:
+        """The first rows of an empty layer; arguments as in `append`."""
+        batch, heads, tokens, _ = keys.shape
+        lengths = torch.full((batch, heads), tokens) if counts is None else counts[:, None].expand(-1, heads).clone()
+        # Projections often arrive as views of a larger storage; the cache keeps only what it counts.
+        rows = cls(_owned(keys), _owned(values), _owned(positions[:, None].to(position_dtype(last_position))), lengths)
+        rows._own_tokens = True
+        return rows
+
+    @classmethod
+    def gathered(cls, view: RowsView, slots: Tensor, counts: Tensor) -> DenseRows:
+        """The rows at `slots` of a view; see `keep_rows`."""
+        index = slots.clamp(min=0)
+        present = slots >= 0
+
+        def gather(tensor: Tensor) -> Tensor:
+            trailing = tensor.shape[3:]
+            wide = index.reshape(*index.shape, *[1] * len(trailing)).expand(*index.shape, *trailing)
+            picked = tensor.expand(-1, index.shape[1], *[-1] * (tensor.dim() - 2)).gather(2, wide)
+            return picked * present.reshape(*present.shape, *[1] * len(trailing))
+
+        positions = gather(view.positions).masked_fill(~present, -1)
+        columns = {name: gather(column) for name, column in view.columns.items()}
+        return cls(gather(view.keys), gather(view.values), positions, counts, columns)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self._lengths
+
+    def view(self) -> RowsView:
+        rows = self._rows
+        return RowsView(
+            self._keys[:, :, :rows],
+            self._values[:, :, :rows],
+            self._positions[:, :, :rows],
+            self._lengths,
+            self._columns,
+        )
+
+    def append(
+        self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None, last_position: int
+    ) -> DenseRows:
+        tokens = keys.shape[2]
+        old = self._rows
+        added = torch.full_like(self._lengths, tokens) if counts is None else counts[:, None].expand_as(self._lengths)
+        lengths = self._lengths + added
+        rows = int(lengths.max())
+        self._reserve(rows)
+        self._positions = widened(self._positions, last_position)
+        if counts is None and self._even:
+            self._keys[:, :, old:rows] = keys
+            self._values[:, :, old:rows] = values
+            self._positions[:, :, old:rows] = positions[:, None].to(self._positions.dtype)
+        else:
+            self._scatter(keys, values, positions, added)
+        self._lengths, self._rows, self._own_tokens = lengths, rows, False
+        self._even = bool((lengths == rows).all())
+        if self._columns:
+            self._columns = {name: _padded(column, rows) for name, column in self._columns.items()}
+        return self
+
+    def _scatter(self, keys: Tensor, values: Tensor, positions: Tensor, added: Tensor) -> None:
+        tokens = keys.shape[2]
+        batch, head, token = (torch.arange(tokens) < added[:, :, None]).nonzero(as_tuple=True)
+        slot = self._lengths[batch, head] + token
+        device = keys.device
+        batch, head, token, slot = (index.to(device) for index in (batch, head, token, slot))
+        self._keys[batch, head, slot] = keys[batch, head, token]
+        self._values[batch, head, slot] = values[batch, head, token]
+        position_head = head if self._positions.shape[1] > 1 else torch.zeros_like(head)
+        self._positions[batch, position_head, slot] = positions[batch, token].to(self._positions.dtype)
+
+    def _reserve(self, rows: int) -> None:
+        """Make room for `rows` rows, in memory that only this layout writes."""
+        capacity = self._keys.shape[2]
+        if rows <= capacity and not self._shared:
+            return
+        if rows > capacity:
+            capacity = rows + _spare_slots(rows)
+        self._keys = _padded(self._keys[:, :, : self._rows], capacity)
+        self._values = _padded(self._values[:, :, : self._rows], capacity)
+        self._positions = _padded(self._positions[:, :, : self._rows], capacity, fill=-1)
+        self._shared = False
+
+    def truncated(self, lengths: Tensor) -> DenseRows:
+        rows = int(lengths.max()) if lengths.numel() else 0
+        slot = torch.arange(self._positions.shape[2], device=self._positions.device)
+        kept = slot < lengths[:, : self._positions.shape[1], None].to(slot.device)
+        positions = self._positions.masked_fill(~kept, -1)
+        columns = {name: column[:, :, :rows].clone() for name, column in self._columns.items()}
+        result = DenseRows(self._keys, self._values, positions, lengths, columns)
+        result._shared = self._shared
+        return result
+
+    def select_batch(self, indices: Tensor) -> DenseRows:
+        def pick(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, indices.to(tensor.device))
+
+        columns = {name: pick(column) for name, column in self._columns.items()}
+        return DenseRows(pick(self._keys), pick(self._values), pick(self._positions), pick(self._lengths), columns)
+
+    def with_columns(self, columns: Columns) -> DenseRows:
+        self._columns = columns
+        return self
+
+    def expanded_heads(self, groups: int) -> DenseRows:
+        view = self.view()
+        # One row of positions serves all heads until heads keep different rows.
+        positions = view.positions.repeat_interleave(groups, dim=1) if view.positions.shape[1] > 1 else view.positions
+        return DenseRows(
+            view.keys.repeat_interleave(groups, dim=1),
+            view.values.repeat_interleave(groups, dim=1),
+            positions.clone(),
+            self._lengths.repeat_interleave(groups, dim=1),
+            {name: split_groups(column, groups) for name, column in view.columns.items()},
+        )
+
+    def shared(self) -> DenseRows:
+        twin = DenseRows(self._keys, self._values, self._positions, self._lengths.clone(), dict(self._columns))
+        self._shared = twin._shared = True
+        return twin
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self._keys, self._values, self._positions, *self._columns.values())
+
+    def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
+        view = self.view()
+        visibility = reading.visibility(
+            query_positions, view.positions, own=self._own_tokens, complete=self._even
+        )
+        return reading.kernel(
+            query,
+            view.keys,
+            view.values,
+            visibility,
+            scaling=reading.scaling,
+            softcap=reading.softcap,
+            sinks=reading.sinks,
+        )
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """The tensor itself when it alone fills its storage in order, else a compact copy."""
+    exact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if exact and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,171 @@
+"""Every head of every batch row in its own stretch of one flat buffer: a head costs what it keeps, nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, split_groups, widened
+
+# Spare slots per head when a buffer grows in decode.
+_SPARE_SLOTS = 16
+
+
+class RaggedRows(Layout):
+    """Stretches [start, start + capacity) of flat buffers [slots, dim], `lengths` of each in use."""
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor, capacities: Tensor, columns: Columns
+    ):
+        self._keys, self._values, self._positions = keys, values, positions
+        self._lengths, self._capacities = lengths, capacities
+        self._starts = (capacities.flatten().cumsum(0) - capacities.flatten()).view_as(capacities)
+        self._columns = columns
+        self._shared = False
+
+    @classmethod
+    def gathered(cls, view: RowsView, slots: Tensor, counts: Tensor) -> RaggedRows:
+        """The rows at `slots` of a view; see `keep_rows`."""
+        present = slots >= 0
+
+        def gather(tensor: Tensor) -> Tensor:
+            batch, head = present.nonzero(as_tuple=True)[:2]
+            return tensor[batch, head if tensor.shape[1] > 1 else torch.zeros_like(head), slots[present]]
+
+        columns = {name: gather(column) for name, column in view.columns.items()}
+        return cls(gather(view.keys), gather(view.values), gather(view.positions), counts, counts.clone(), columns)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self._lengths
+
+    def _slots(self, lengths: Tensor) -> Tensor:
+        """Flat slot numbers [batch, heads, longest] of the first `lengths` rows, -1 behind a shorter head."""
+        offset = torch.arange(int(lengths.max()) if lengths.numel() else 0)
+        slots = self._starts[..., None] + offset
+        return slots.masked_fill(offset >= lengths[..., None], -1).to(self._keys.device)
+
+    def view(self) -> RowsView:
+        slots = self._slots(self._lengths)
+        present = slots >= 0
+        index = slots.clamp(min=0)
+
+        def rectangle(flat: Tensor) -> Tensor:
+            trailing = flat.shape[1:]
+            return flat[index] * present.reshape(*present.shape, *[1] * len(trailing))
+
+        positions = self._positions[index].masked_fill(~present, -1)
+        columns = {name: rectangle(flat) for name, flat in self._columns.items()}
+        return RowsView(rectangle(self._keys), rectangle(self._values), positions, self._lengths, columns)
+
+    def append(
+        self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None, last_position: int
+    ) -> RaggedRows:
+        tokens = keys.shape[2]
+        added = torch.full_like(self._lengths, tokens) if counts is None else counts[:, None].expand_as(self._lengths)
+        self._reserve(self._lengths + added)
+        self._positions = widened(self._positions, last_position)
+        batch, head, token = (torch.arange(tokens) < added[..., None]).nonzero(as_tuple=True)
+        slot = self._starts[batch, head] + self._lengths[batch, head] + token
+        batch, head, token, slot = (index.to(keys.device) for index in (batch, head, token, slot))
+        self._keys[slot] = keys[batch, head, token]
+        self._values[slot] = values[batch, head, token]
+        self._positions[slot] = positions[batch, token].to(self._positions.dtype)
+        for column in self._columns.values():
+            column[slot] = 0
+        self._lengths = self._lengths + added
+        return self
+
+    def _reserve(self, lengths: Tensor) -> None:
+        """Make room for `lengths` rows per head, in memory that only this layout writes."""
+        if not self._shared and bool((lengths <= self._capacities).all()):
+            return
+        short = lengths > self._capacities
+        capacities = torch.where(short, lengths + _SPARE_SLOTS, self._capacities)
+        old = self._slots(self._lengths)
+        old = old[old >= 0]
+        starts = (capacities.flatten().cumsum(0) - capacities.flatten()).view_as(capacities)
+        offset = torch.arange(int(self._lengths.max()) if self._lengths.numel() else 0)
+        new = (starts[..., None] + offset)[offset < self._lengths[..., None]].to(self._keys.device)
+        slots = int(capacities.sum())
+
+        def moved(flat: Tensor, fill: float = 0) -> Tensor:
+            buffer = flat.new_full((slots, *flat.shape[1:]), fill)
+            buffer[new] = flat[old]
+            return buffer
+
+        self._keys, self._values = moved(self._keys), moved(self._values)
+        self._positions = moved(self._positions, -1)
+        self._columns = {name: moved(flat) for name, flat in self._columns.items()}
+        self._capacities, self._starts, self._shared = capacities, starts, False
+
+    def truncated(self, lengths: Tensor) -> RaggedRows:
+        result = RaggedRows(
+            self._keys, self._values, self._positions, lengths, self._capacities, dict(self._columns)
+        )
+        result._shared = self._shared
+        return result
+
+    def select_batch(self, indices: Tensor) -> RaggedRows:
+        indices = indices.to("cpu")
+        lengths = self._lengths[indices]
+        slots = self._slots(self._lengths)[indices.to(self._keys.device)]
+        flat = slots[slots >= 0]
+        columns = {name: column[flat] for name, column in self._columns.items()}
+        return RaggedRows(
+            self._keys[flat], self._values[flat], self._positions[flat], lengths, lengths.clone(), columns
+        )
+
+    def with_columns(self, columns: Columns) -> RaggedRows:
+        present = self._slots(self._lengths)
+        flat = present[present >= 0]
+        for name, rectangle in columns.items():
+            buffer = rectangle.new_zeros((self._keys.shape[0], *rectangle.shape[3:]))
+            buffer[flat] = rectangle[present >= 0]
+            self._columns[name] = buffer
+        return self
+
+    def expanded_heads(self, groups: int) -> RaggedRows:
+        lengths = self._lengths.repeat_interleave(groups, dim=1)
+        slots = self._slots(self._lengths).repeat_interleave(groups, dim=1)
+        flat = slots[slots >= 0]
+        columns = {name: split_groups(column, groups)[slots >= 0] for name, column in self.view().columns.items()}
+        return RaggedRows(
+            self._keys[flat], self._values[flat], self._positions[flat], lengths, lengths.clone(), columns
+        )
+
+    def shared(self) -> RaggedRows:
+        twin = RaggedRows(
+            self._keys, self._values, self._positions, self._lengths.clone(), self._capacities, dict(self._columns)
+        )
+        self._shared = twin._shared = True
+        return twin
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self._keys, self._values, self._positions, *self._columns.values())
+
+    def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
+        batch, query_heads, queries, _ = query.shape
+        heads = self._lengths.shape[1]
+        groups = query_heads // heads
+        output = query.new_zeros(batch, query_heads, queries, self._values.shape[1])
+        for row in range(batch):
+            for head in range(heads):
+                start, length = int(self._starts[row, head]), int(self._lengths[row, head])
+                if length == 0:  # a row of nothing but padding so far
+                    continue
+                span = slice(head * groups, (head + 1) * groups)
+                positions = self._positions[start : start + length].view(1, 1, length)
+                visibility = reading.visibility(query_positions[row : row + 1], positions, own=False, complete=True)
+                output[row : row + 1, span] = reading.kernel(
+                    query[row : row + 1, span],
+                    self._keys[start : start + length].view(1, 1, length, -1),
+                    self._values[start : start + length].view(1, 1, length, -1),
+                    visibility,
+                    scaling=reading.scaling,
+                    softcap=reading.softcap,
+                    sinks=None if reading.sinks is None else reading.sinks[span],
+                )
+        return output

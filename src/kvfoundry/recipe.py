@@ -1,0 +1,72 @@
+"""From the calls of a spec to a Method: defaults filled in, values checked, axes combined, clashes refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvfoundry.errors import SpecError, unknown_name
+from kvfoundry.method import Call, Method, Piece
+from kvfoundry.registry import REQUIRED, MethodInfo, entry
+
+# Axes that a method only suggests: a piece of that name may refine them.
+_REFINABLE = ("protect", "schedule", "granularity", "group")
+
+
+def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
+    """Combine named pieces into one method. Raises SpecError as `Method.parse` does."""
+    entered = [(entry(name), arguments) for name, arguments in calls]
+    completed = [_complete(info, arguments) for info, arguments in entered]
+    if not any(info.kind == "method" for info, _ in entered):
+        names = "+".join(info.name for info, _ in entered)
+        raise SpecError(f"{names} only refines a method; add one, for example snapkv(budget=256)+{names}.")
+    names = [info.name for info, _ in entered]
+    for name in names:
+        if names.count(name) > 1:
+            raise SpecError(f"{name} is given twice in one recipe.")
+    # Methods first, so that refinements find something to refine whatever the order in the spec.
+    order = sorted(range(len(entered)), key=lambda i: entered[i][0].kind != "method")
+    axes: dict[str, Any] = {}
+    claimed_by: dict[str, str] = {}
+    for i in order:
+        info, call = entered[i][0], completed[i]
+        piece = info.build(**dict(call.arguments))
+        for axis in piece.claimed():
+            value = getattr(piece, axis)
+            refines = info.kind == "piece" and axis in _REFINABLE
+            if axis in claimed_by and not refines:
+                raise SpecError(f"{claimed_by[axis]} and {info.name} both set {axis}; use one of them.")
+            # Protection adds up: refining the sinks of a method must not unprotect its window.
+            axes[axis] = axes[axis] | value if axis == "protect" and axis in axes else value
+            claimed_by[axis] = info.name
+    method = Method(calls=tuple(completed), **axes)
+    _check_budget(method)
+    return method
+
+
+def _check_budget(method: Method) -> None:
+    if method.budget is None:
+        refining = [call.name for call in method.calls if entry(call.name).kind == "piece"]
+        if refining and not method.evicts:
+            raise SpecError(f"{method.calls[0].name} drops no rows, so {' and '.join(refining)} has nothing to act on.")
+        return
+    amount, protect = method.budget.amount, method.protect
+    if isinstance(amount, int) and amount < protect.sinks + protect.recent:
+        raise SpecError(
+            f"{method}: a budget of {amount} rows cannot hold the rows that are always kept "
+            f"({protect.sinks} first and {protect.recent} newest tokens); raise the budget or protect fewer."
+        )
+
+
+def _complete(info: MethodInfo, arguments: dict[str, Any]) -> Call:
+    for name in arguments:
+        if name not in info.parameters:
+            raise SpecError(f"{info.name}: " + unknown_name("parameter", name, info.parameters))
+    missing = [name for name, default in info.parameters.items() if default is REQUIRED and name not in arguments]
+    if missing:
+        example = ", ".join(f"{name}=256" if name == "budget" else f"{name}=..." for name in missing)
+        raise SpecError(f"{info.name}: {' and '.join(missing)} must be given, for example {info.name}({example}).")
+    filled = tuple((name, arguments.get(name, default)) for name, default in info.parameters.items())
+    defaults = tuple((name, default) for name, default in info.parameters.items() if default is not REQUIRED)
+    return Call(info.name, filled, defaults)
+

@@ -1,0 +1,1 @@
+"""Which rows stay: scores, budgets, protection and schedule, as pure functions on tensors."""

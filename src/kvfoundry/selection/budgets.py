@@ -1,0 +1,84 @@
+"""How many rows a layer and its heads may keep."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfoundry.errors import SpecError
+from kvfoundry.layouts.base import RowsView
+
+# An int is rows per KV head and layer on average; a float in (0, 1] is the kept share of the tokens seen.
+Amount = int | float
+
+
+def checked_amount(amount: object, name: str = "budget") -> Amount:
+    """The amount itself, or SpecError naming what a budget may be."""
+    if isinstance(amount, bool) or not isinstance(amount, (int, float)):
+        raise SpecError(f"{name} must be a number of rows (int) or a kept share in (0, 1] (float), got {amount!r}.")
+    if isinstance(amount, int):
+        if amount < 1:
+            raise SpecError(f"{name}={amount} keeps nothing; give at least 1 row, or a share such as 0.25.")
+    elif math.isnan(amount) or not 0.0 < amount <= 1.0:
+        raise SpecError(f"{name}={amount} is not a share in (0, 1]; write an int for a number of rows.")
+    return amount
+
+
+def resolved(amount: Amount, seen: Tensor) -> Tensor:
+    """Rows for every batch row: [batch] integers, at least 1.
+
+    seen: [batch] real tokens. A share rounds down, as the published ratio methods do.
+    """
+    if isinstance(amount, int):
+        return torch.full_like(seen, amount)
+    return torch.tensor([max(1, int(int(tokens) * amount)) for tokens in seen], dtype=seen.dtype)
+
+
+class LayerBudget(ABC):
+    """Rows per KV head of one layer, averaged over its heads."""
+
+    @property
+    @abstractmethod
+    def amount(self) -> Amount:
+        """What the user asked for."""
+
+    @abstractmethod
+    def rows(self, seen: Tensor, layer_idx: int, num_layers: int) -> Tensor:
+        """[batch] rows for layer `layer_idx` of `num_layers`, given the real tokens `seen` [batch]. At least 1 each."""
+
+
+@dataclass(frozen=True)
+class UniformBudget(LayerBudget):
+    """The same number of rows in every layer."""
+
+    value: Amount
+
+    @property
+    def amount(self) -> Amount:
+        return self.value
+
+    def rows(self, seen: Tensor, layer_idx: int, num_layers: int) -> Tensor:
+        return resolved(self.value, seen)
+
+
+class HeadBudget(ABC):
+    """How the rows of one layer are shared among its heads."""
+
+    @abstractmethod
+    def allocate(self, scores: Tensor, view: RowsView, rows: Tensor, protected: Tensor) -> Tensor:
+        """Rows each head keeps: [batch, heads] on the CPU, never more than it has, never fewer than its protected rows.
+
+        scores: [batch, heads, rows]; rows: [batch] average per head; protected: boolean [batch, heads, rows].
+        """
+
+
+@dataclass(frozen=True)
+class UniformHeads(HeadBudget):
+    """Every head keeps the same number of rows."""
+
+    def allocate(self, scores: Tensor, view: RowsView, rows: Tensor, protected: Tensor) -> Tensor:
+        return torch.minimum(view.lengths, rows[:, None])

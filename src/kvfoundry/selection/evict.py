@@ -1,0 +1,37 @@
+"""One eviction of one layer: score, allocate, choose, dispose, gather."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvfoundry.layouts import keep_rows
+from kvfoundry.layouts.base import Layout
+from kvfoundry.selection.evidence import Evidence
+from kvfoundry.selection.keep import top_slots
+
+if TYPE_CHECKING:
+    from kvfoundry.method import Method
+
+
+def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor) -> Layout:
+    """The layout after an eviction down to `rows` ([batch] per head on average); the same object when nothing had to go.
+
+    `evidence.rows` must be the view of `layout`.
+    """
+    if method.score is None:
+        return layout
+    view = evidence.rows
+    if not bool((view.lengths > rows[:, None]).any()):
+        return layout
+    if method.granularity == "query_head" and evidence.groups > 1:
+        layout = layout.expanded_heads(evidence.groups)
+        view = layout.view()
+        evidence = replace(evidence, rows=view)
+    protected = method.protect.mask(view, evidence.seen, rows)
+    scores = method.score(evidence)
+    counts = method.heads.allocate(scores, view, rows, protected)
+    slots = top_slots(scores, view, counts, protected)
+    return keep_rows(layout, slots, counts)

@@ -1,0 +1,98 @@
+"""What a score may look at: the queries of this call, and every row they could see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvfoundry.kernels.attention.naive import attention_weights
+from kvfoundry.kernels.column_sums import column_sums
+from kvfoundry.layouts.base import Reading, RowsView
+from kvfoundry.visibility import Visibility
+
+Group = Literal["mean", "max", "sum"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Inputs of a score for one layer.
+
+    query: [batch, query_heads, queries, head_dim] of this call, real tokens first; query_positions: [batch, queries].
+    window_query, window_positions: the last queries of the sequence, as many as the score's `window`, earlier calls
+        included; positions are -1 where a sequence is shorter.
+    rows: the stored rows, the newest included. reading: scaling, soft-cap, sinks and window rule of the model.
+    own: the rows are exactly the queries' tokens (a prompt in one piece).
+    seen: real tokens per batch row so far, on the CPU. layer_idx, num_layers: place among the layers that evict.
+    """
+
+    query: Tensor
+    query_positions: Tensor
+    window_query: Tensor
+    window_positions: Tensor
+    rows: RowsView
+    reading: Reading
+    own: bool
+    seen: Tensor
+    layer_idx: int
+    num_layers: int
+    group: Group = "mean"
+
+    @property
+    def groups(self) -> int:
+        """Query heads per stored head."""
+        return self.query.shape[1] // self.rows.keys.shape[1]
+
+    def reduced(self, per_query_head: Tensor) -> Tensor:
+        """[batch, query_heads, ...] to [batch, heads, ...] by the group reduction of the method."""
+        batch, query_heads = per_query_head.shape[:2]
+        grouped = per_query_head.view(batch, query_heads // self.groups, self.groups, *per_query_head.shape[2:])
+        if self.group == "max":
+            return grouped.amax(dim=2)
+        return grouped.mean(dim=2) if self.group == "mean" else grouped.sum(dim=2)
+
+    @cached_property
+    def window_attention(self) -> Tensor:
+        """Softmax weights of the window queries over all rows: [batch, query_heads, window, rows], float32.
+
+        Exactly the model's own attention (scaling, soft-cap, sinks, causality). Queries that are padding weigh nothing.
+        """
+        visibility = Visibility(
+            self.window_positions,
+            self.rows.positions,
+            "masked",
+            self.reading.rule,
+            self.reading.unread_distance,
+        )
+        weights = attention_weights(
+            self.window_query,
+            self.rows.keys,
+            visibility.block(0, self.window_positions.shape[1]),
+            scaling=self.reading.scaling,
+            softcap=self.reading.softcap,
+            sinks=self.reading.sinks,
+        )
+        return weights * (self.window_positions >= 0)[:, None, :, None]
+
+    @cached_property
+    def column_sums(self) -> Tensor:
+        """Attention mass that this call's queries spent on every row: [batch, query_heads, rows], float32."""
+        visibility = self.reading.visibility(
+            self.query_positions, self.rows.positions, own=self.own, complete=bool(self.rows.valid.all())
+        )
+        return column_sums(
+            self.query,
+            self.rows.keys,
+            visibility,
+            scaling=self.reading.scaling,
+            softcap=self.reading.softcap,
+            sinks=self.reading.sinks,
+        )
+
+    def ages(self) -> Tensor:
+        """Distance of every row from the end of its sequence, 1 for the newest: [batch, heads, rows]."""
+        seen = self.seen.to(self.rows.keys.device)[:, None, None]
+        return seen - self.rows.head_positions.to(torch.int64)

@@ -1,0 +1,27 @@
+"""Top rows per head under protection: the one place where scores become a kept set."""
+
+import torch
+from torch import Tensor
+
+from kvfoundry.layouts.base import RowsView
+
+
+def top_slots(scores: Tensor, view: RowsView, counts: Tensor, protected: Tensor) -> Tensor:
+    """Slots of the kept rows in ascending order: [batch, heads, widest], -1 behind a head that keeps fewer.
+
+    scores: [batch, heads or 1, rows], higher stays; counts: [batch, heads] on the CPU; protected: boolean
+    [batch, heads, rows], always inside as long as counts allow. Ties go to the earlier row, and no tie and no NaN can
+    push a protected row out: protection is a rank of its own, not a high score.
+    """
+    finite = torch.nan_to_num(scores.float(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    finite = finite.expand(-1, view.keys.shape[1], -1)
+    order = finite.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.where(protected, 2, torch.where(view.valid, 1, 0))
+    # Sorting twice, stably: by score, then by rank.
+    order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+    width = int(counts.max())
+    taken = torch.arange(width, device=order.device) < counts.to(order.device)[..., None]
+    # A slot number behind every real one sorts to the end, then becomes -1.
+    beyond = scores.shape[-1]
+    slots = order[..., :width].masked_fill(~taken, beyond).sort(dim=-1).values
+    return slots.masked_fill(slots == beyond, -1)

@@ -1,0 +1,41 @@
+"""Attention that a row received from every query so far (H2O)."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvfoundry.layouts.base import Columns
+from kvfoundry.selection.evidence import Evidence
+from kvfoundry.selection.scores.base import Score
+
+_COLUMN = "attention_sum"
+
+
+@dataclass(frozen=True)
+class AccumulatedAttention(Score):
+    """Column sums of the attention matrix over all queries, prompt and decode alike.
+
+    normalize: divide by the number of queries that could see the row, which removes the head start of early tokens.
+    """
+
+    normalize: bool = False
+
+    @property
+    def accumulates(self) -> bool:
+        return True
+
+    def observe(self, evidence: Evidence) -> Columns:
+        rows = evidence.rows
+        batch, query_heads, count = evidence.column_sums.shape
+        # Per query head: group reductions other than the sum do not commute with accumulation.
+        received = evidence.column_sums.view(batch, rows.keys.shape[1], evidence.groups, count).transpose(2, 3)
+        earlier = rows.columns.get(_COLUMN)
+        return {_COLUMN: received if earlier is None else earlier + received}
+
+    def __call__(self, evidence: Evidence) -> Tensor:
+        batch, heads, count, groups = evidence.rows.columns[_COLUMN].shape
+        sums = evidence.rows.columns[_COLUMN].transpose(2, 3).reshape(batch, heads * groups, count)
+        if self.normalize:
+            ages = evidence.ages().clamp(min=1).repeat_interleave(groups, dim=1)
+            sums = sums / ages
+        return evidence.reduced(sums)

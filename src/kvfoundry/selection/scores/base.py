@@ -1,0 +1,30 @@
+"""The contract of a score."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from kvfoundry.layouts.base import Columns
+from kvfoundry.selection.evidence import Evidence
+
+
+class Score(ABC):
+    """Ranks the rows of one layer. Scores are frozen dataclasses: no state, one object serves every layer and call."""
+
+    @property
+    def window(self) -> int:
+        """How many of the last queries the score needs."""
+        return 0
+
+    @property
+    def accumulates(self) -> bool:
+        """True when `observe` must see every call, not only those after which rows are evicted."""
+        return False
+
+    def observe(self, evidence: Evidence) -> Columns:
+        """Statistics to store with the rows after a call ([batch, heads, rows, ...]); read back from `rows.columns`."""
+        return {}
+
+    @abstractmethod
+    def __call__(self, evidence: Evidence) -> Tensor:
+        """Scores [batch, heads, rows] in float32, for the heads that are stored. Higher stays."""

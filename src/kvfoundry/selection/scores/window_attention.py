@@ -1,0 +1,31 @@
+"""Attention of the last queries, smoothed along the sequence (SnapKV, PyramidKV, AdaKV)."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvfoundry.selection.evidence import Evidence
+from kvfoundry.selection.pooling import Pooling, pooled
+from kvfoundry.selection.scores.base import Score
+
+@dataclass(frozen=True)
+class WindowAttention(Score):
+    """Sum over the last `queries` queries of their attention, group reduction, then pooling over `kernel` neighbours.
+
+    Only rows before the window are pooled: the window's own columns are protected and must not leak into their
+    neighbours.
+    """
+
+    queries: int = 32
+    kernel: int = 5
+    pooling: Pooling = "avg"
+
+    @property
+    def window(self) -> int:
+        return self.queries
+
+    def __call__(self, evidence: Evidence) -> Tensor:
+        scores = evidence.reduced(evidence.window_attention.sum(dim=2))
+        before_window = evidence.rows.valid & (evidence.ages() > self.queries)
+        return pooled(scores, before_window, self.kernel, self.pooling)
+

@@ -1,0 +1,211 @@
+"""The one place that says which recorded method is which method of ours, and with which parameters.
+
+`CLAIMS` maps the folder of a recording to a claim: how its parameters become a method spec, and which driver compares.
+Every recorded parameter must be taken or named as without effect; a parameter that is neither fails the walk.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .cases import Case, Key
+
+
+class Unmapped(AssertionError):
+    """A claimed method was recorded with something that the mapping does not know."""
+
+
+class Parameters:
+    """Recorded parameters, each of which has to be accounted for."""
+
+    def __init__(self, recorded: dict[str, Any]) -> None:
+        self._left = dict(recorded)
+
+    def take(self, name: str, default: Any = ...) -> Any:
+        if name not in self._left and default is ...:
+            raise Unmapped(f"the recording has no parameter {name!r}; it has {sorted(self._left)}")
+        return self._left.pop(name, default)
+
+    def without_effect(self, *names: str) -> None:
+        """Parameters that the reference accepts and ignores (its notes say so)."""
+        for name in names:
+            self._left.pop(name, None)
+
+    def finish(self) -> None:
+        if self._left:
+            raise Unmapped(f"no mapping for the recorded parameters {self._left}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one recorded case asks of us: a method spec, and the layer that the tensors belong to."""
+
+    spec: str
+    layer_idx: int = 0
+    num_layers: int = 1
+
+
+@dataclass(frozen=True)
+class Claim:
+    """How a recorded method is replayed.
+
+    driver: "tensors" (q, k, v of one layer), "positions" (no tensors: any will do), "steps" (prefill, then single
+    tokens) or "model" (a tiny model, prefill and teacher-forced decoding). scores: the recorded ranking tensor;
+    lowest: it ranks what goes first, so the smallest stay. inject: the recorded scores are random draws, to be given.
+    """
+
+    driver: Literal["tensors", "positions", "steps", "model"]
+    recipe: Callable[[Parameters, int], Recipe]
+    scores: str = "scores"
+    lowest: bool = False
+    inject: bool = False
+
+
+def recipe_for(case: Case, claim: Claim, tokens: int) -> Recipe:
+    """The recipe of one case; Unmapped where a recorded parameter has no counterpart."""
+    parameters = Parameters(case.parameters)
+    recipe = claim.recipe(parameters, tokens)
+    parameters.finish()
+    return recipe
+
+
+def _spec(name: str, **parameters: Any) -> str:
+    written = (f'{key}="{value}"' if isinstance(value, str) else f"{key}={value}" for key, value in parameters.items())
+    return f"{name}({', '.join(written)})"
+
+
+# --- KVCache-Factory and the papers' own code: capacities are absolute, window included -----------------------------
+
+
+def _granularity(p: Parameters) -> dict[str, str]:
+    granularity = p.take("kv_cache_granularity")
+    group = p.take("gqa_score_agg", "mean")
+    return {"granularity": granularity} if granularity == "query_head" else {"granularity": granularity, "group": group}
+
+
+def _factory_snapkv(p: Parameters, tokens: int) -> Recipe:
+    pooling = {"avgpool": "avg", "maxpool": "max"}[p.take("pooling")]
+    budget, window, kernel = p.take("max_capacity_prompt"), p.take("window_size"), p.take("kernel_size")
+    return Recipe(_spec("snapkv", budget=budget, window=window, kernel=kernel, pooling=pooling, **_granularity(p)))
+
+
+def _factory_h2o(p: Parameters, tokens: int) -> Recipe:
+    p.without_effect("kernel_size", "pooling")
+    return Recipe(_spec("h2o", budget=p.take("max_capacity_prompt"), window=p.take("window_size"), **_granularity(p)))
+
+
+def _skipped_first(skipped: list[int], layer_idx: int) -> int:
+    """Our `skip_layers` counts first layers; the recording lists them, and only this case's layer matters."""
+    if sorted(skipped) == list(range(len(skipped))):
+        return len(skipped)
+    return layer_idx + 1 if layer_idx in skipped else 0
+
+
+def _factory_l2norm(p: Parameters, tokens: int) -> Recipe:
+    layer_idx = p.take("layer_idx")
+    skip = _skipped_first(p.take("skip_layers"), layer_idx)
+    spec = _spec("l2norm", budget=p.take("max_capacity_prompt"), skip_layers=skip, **_granularity(p))
+    return Recipe(spec, layer_idx, max(layer_idx, skip) + 1)
+
+
+def _factory_streamingllm(p: Parameters, tokens: int) -> Recipe:
+    p.without_effect("kernel_size", "pooling")
+    budget = p.take("max_capacity_prompt")
+    return Recipe(_spec("streamingllm", budget=budget, sinks=budget - p.take("window_size"), **_granularity(p)))
+
+
+def _paper_l2norm(p: Parameters, tokens: int) -> Recipe:
+    layer_idx = p.take("layer")
+    skip = _skipped_first(p.take("skip_layers"), layer_idx)
+    keep, prune_after = p.take("keep_ratio"), p.take("prune_after")
+    budget = math.ceil(keep * tokens) if tokens >= prune_after else tokens
+    return Recipe(_spec("l2norm", budget=budget, skip_layers=skip), layer_idx, max(layer_idx, skip) + 1)
+
+
+def _paper_streaming_llm(p: Parameters, tokens: int) -> Recipe:
+    """`num_coming` tokens are about to be written: the reference makes room for them ahead, we count them in."""
+    sinks, coming = p.take("start_size"), p.take("num_coming") or 0
+    p.take("seq_len")
+    return Recipe(_spec("streamingllm", budget=sinks + p.take("recent_size") - coming, sinks=sinks))
+
+
+def _paper_h2o(p: Parameters, tokens: int) -> Recipe:
+    prefill = p.take("prefill_len")
+    heavy, recent = int(p.take("heavy_ratio") * prefill), int(p.take("recent_ratio") * prefill)
+    recorded = (p.take("heavy_budget"), p.take("recent_budget"))
+    if (heavy, recent) != recorded:
+        raise Unmapped(f"ratios give heavy {heavy} and recent {recent}; recorded are {recorded}")
+    p.without_effect("decode_steps")  # read by the driver
+    return Recipe(_spec("h2o", budget=heavy + recent, window=recent, leaving="skip"))
+
+
+# --- kvpress: a share is dropped, what stays is floored; one kept set per KV head, and decoding drops nothing ---------
+
+_PROMPT_ONLY = "+schedule(prefill='end')"
+
+
+def _kept(p: Parameters, tokens: int) -> int:
+    return max(1, int(tokens * (1 - p.take("compression_ratio"))))
+
+
+def _press_snapkv(p: Parameters, tokens: int) -> Recipe:
+    window, kernel = p.take("window_size"), p.take("kernel_size")
+    return Recipe(_spec("snapkv", budget=_kept(p, tokens), window=window, kernel=kernel, pooling="avg", group="mean"))
+
+
+def _press_tova(p: Parameters, tokens: int) -> Recipe:
+    return Recipe(_spec("tova", budget=_kept(p, tokens)) + _PROMPT_ONLY)
+
+
+def _press_knorm(p: Parameters, tokens: int) -> Recipe:
+    return Recipe(_spec("l2norm", budget=_kept(p, tokens), skip_layers=0))
+
+
+def _press_streaming_llm(p: Parameters, tokens: int) -> Recipe:
+    return Recipe(_spec("streamingllm", budget=_kept(p, tokens), sinks=p.take("n_sink")) + _PROMPT_ONLY)
+
+
+def _press_random(p: Parameters, tokens: int) -> Recipe:
+    return Recipe(_spec("random", budget=_kept(p, tokens), seed=p.take("seed")))
+
+
+def _press_observed_attention(p: Parameters, tokens: int) -> Recipe:
+    spec = _spec("h2o", budget=_kept(p, tokens), window=0, normalize=True, group="mean")
+    return Recipe(spec + _PROMPT_ONLY)
+
+
+CLAIMS: dict[Key, Claim] = {
+    ("eviction", "kvcache_factory", "snapkv"): Claim("tensors", _factory_snapkv),
+    ("eviction", "kvcache_factory", "h2o"): Claim("tensors", _factory_h2o),
+    ("eviction", "kvcache_factory", "l2norm"): Claim("tensors", _factory_l2norm, lowest=True),
+    ("eviction", "kvcache_factory", "streamingllm"): Claim("tensors", _factory_streamingllm),
+    ("eviction", "papers", "snapkv"): Claim("tensors", _factory_snapkv),
+    ("eviction", "papers", "l2norm"): Claim("tensors", _paper_l2norm, scores="norms", lowest=True),
+    ("eviction", "papers", "streaming_llm"): Claim("positions", _paper_streaming_llm),
+    ("eviction", "papers", "h2o"): Claim("steps", _paper_h2o),
+    ("eviction", "kvpress", "snapkv"): Claim("model", _press_snapkv),
+    ("eviction", "kvpress", "tova"): Claim("model", _press_tova),
+    ("eviction", "kvpress", "knorm"): Claim("model", _press_knorm),
+    ("eviction", "kvpress", "streaming_llm"): Claim("model", _press_streaming_llm),
+    ("eviction", "kvpress", "random"): Claim("model", _press_random, inject=True),
+    ("eviction", "kvpress", "observed_attention"): Claim("model", _press_observed_attention),
+}
+
+# Folders whose name is not that of our method; every other folder is looked up under its own name without underscores.
+_OTHER_NAMES = {"knorm": "l2norm", "observedattention": "h2o"}
+
+
+def claim_of(folder: Key, offered: Collection[str]) -> Claim | None:
+    """The claim for a folder, by the last parts of its path; None for a method that we do not offer.
+
+    Raises Unmapped when the method is among the `offered` names and nothing maps the folder.
+    """
+    for depth in {len(key) for key in CLAIMS}:
+        if folder[-depth:] in CLAIMS:
+            return CLAIMS[folder[-depth:]]
+    name = folder[-1].replace("_", "")
+    name = _OTHER_NAMES.get(name, name)
+    if name in offered:
+        raise Unmapped(f"{name} is offered, but nothing maps the recordings in {'/'.join(folder[-3:])}")
+    return None

@@ -1,0 +1,228 @@
+"""Drivers: replay one recorded case through our methods and compare what is kept, gathered and computed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import kvfoundry
+from kvfoundry.selection.scores.given import GivenScores
+
+from .cases import Case
+from .mapping import Claim, Recipe, Unmapped, recipe_for
+
+
+def replay(case: Case, claim: Claim) -> None:
+    """Run the case with the driver of its claim; AssertionError names the first difference."""
+    drivers = {"tensors": _tensors, "positions": _positions, "steps": _steps, "model": _model}
+    drivers[claim.driver](case, claim)
+
+
+# --- one layer, tensors given -----------------------------------------------------------------------------------------
+
+
+def _tensors(case: Case, claim: Claim) -> None:
+    inputs = case.inputs()
+    if inputs is None:
+        raise Unmapped("the recording names no input tensors")
+    query, key, value = inputs["q"], inputs["k"], inputs["v"]
+    recipe = recipe_for(case, claim, key.shape[2])
+    layer = _compress(recipe, query, key, value)
+    recorded = case.tensor("indices")
+    assert recorded is not None, "the recording has no indices"
+    positions, lengths, keys, values = layer.positions, layer.lengths, layer.keys, layer.values
+    repeat = recorded.shape[1] // positions.shape[1]  # a layer that drops nothing keeps its KV heads under query_head
+    positions, lengths, keys, values = (t.repeat_interleave(repeat, dim=1) for t in (positions, lengths, keys, values))
+    _compare_kept(
+        positions,
+        lengths,
+        recorded,
+        tie_free=case.tensor("tie_free"),
+        scores=case.tensor(claim.scores),
+        lowest=claim.lowest,
+        tolerance=case.tolerance("scores"),
+        where=recipe.spec,
+    )
+    _compare_gather(positions, keys, key, f"keys of {recipe.spec}")
+    _compare_gather(positions, values, value, f"values of {recipe.spec}")
+    for name, ours in (("keys", keys), ("values", values)):
+        _compare_rows(case, name, positions, ours, recorded)
+
+
+def _positions(case: Case, claim: Claim) -> None:
+    """A method of positions alone: any tensors do, and every head must keep the recorded tokens."""
+    tokens = case.parameters["seq_len"]
+    recipe = recipe_for(case, claim, tokens)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
+    layer = _compress(recipe, query, key, value)
+    recorded = case.tensor("indices")
+    assert recorded is not None, "the recording has no indices"
+    _compare_kept(layer.positions, layer.lengths, recorded.expand(1, 2, -1), where=recipe.spec)
+    _compare_gather(layer.positions, layer.keys, key, f"keys of {recipe.spec}")
+
+
+def _compress(recipe: Recipe, query: Tensor, key: Tensor, value: Tensor) -> Any:
+    method = kvfoundry.Method.parse(recipe.spec)
+    return method.compress(query, key, value, layer_idx=recipe.layer_idx, num_layers=recipe.num_layers)
+
+
+def _compare_kept(
+    positions: Tensor,
+    lengths: Tensor,
+    recorded: Tensor,
+    *,
+    tie_free: Tensor | None = None,
+    scores: Tensor | None = None,
+    lowest: bool = False,
+    tolerance: dict[str, float] | None = None,
+    where: str,
+) -> None:
+    """Kept sets per batch row and head, [batch, heads, rows] each.
+
+    Where a tie stands at the boundary the recorded set is one of many: then the scores of what we chose must be the
+    best ones, and every token that was not ranked (the protected window) must be there.
+    """
+    assert positions.shape[:2] == recorded.shape[:2], f"{where}: heads {positions.shape} against {recorded.shape}"
+    for batch, head in torch.cartesian_prod(torch.arange(recorded.shape[0]), torch.arange(recorded.shape[1])).tolist():
+        place = f"{where}, batch row {batch}, head {head}"
+        ours = positions[batch, head][positions[batch, head] >= 0]
+        wanted = recorded[batch, head].long().sort().values
+        assert ours.numel() == ours.unique().numel() == int(lengths[batch, head]), f"{place}: {ours.tolist()}"
+        assert ours.numel() == wanted.numel(), f"{place}: {ours.numel()} rows kept, recorded are {wanted.numel()}"
+        if scores is None or tie_free is None or bool(tie_free[batch, head]):
+            assert set(ours.tolist()) == set(wanted.tolist()), (
+                f"{place}: kept only by us {sorted(set(ours.tolist()) - set(wanted.tolist()))}, "
+                f"only recorded {sorted(set(wanted.tolist()) - set(ours.tolist()))}"
+            )
+            continue
+        ranked = scores[batch, head]
+        chosen, unranked = ours[ours < ranked.numel()], wanted[wanted >= ranked.numel()]
+        assert set(unranked.tolist()) <= set(ours.tolist()), f"{place}: a protected token is gone"
+        best = ranked.topk(chosen.numel(), largest=not lowest).values.sort().values
+        assert tolerance is not None
+        torch.testing.assert_close(ranked[chosen].sort().values, best, **tolerance, msg=lambda m, p=place: f"{p}: {m}")
+
+
+def _compare_gather(positions: Tensor, rows: Tensor, source: Tensor, where: str) -> None:
+    """Stored rows [batch, heads, rows, dim] are bitwise the input rows at their positions."""
+    source = source.repeat_interleave(rows.shape[1] // source.shape[1], dim=1)
+    index = positions.clamp(min=0)[..., None].expand(-1, -1, -1, source.shape[-1])
+    valid = (positions >= 0)[..., None]
+    assert torch.equal(rows * valid, source.gather(2, index) * valid), f"{where}: not a copy of the rows it stands for"
+
+
+def _compare_rows(case: Case, name: str, positions: Tensor, ours: Tensor, recorded: Tensor) -> None:
+    """Recorded output rows against ours, both in ascending order of position, in heads without ties."""
+    output, tie_free = case.tensor(name), case.tensor("tie_free")
+    if output is None:
+        return
+    same = tie_free.bool() if tie_free is not None else torch.ones(recorded.shape[:2], dtype=torch.bool)
+    wanted = _by_position(output, recorded.long())
+    torch.testing.assert_close(_by_position(ours, positions)[same], wanted[same], **case.tolerance("kv"))
+
+
+def _by_position(rows: Tensor, positions: Tensor) -> Tensor:
+    return rows.gather(2, positions.argsort(dim=-1)[..., None].expand(-1, -1, -1, rows.shape[-1]))
+
+
+# --- one layer, prefill and then token by token -----------------------------------------------------------------------
+
+
+def _steps(case: Case, claim: Claim) -> None:
+    inputs = case.inputs()
+    keep, outputs = case.tensor("keep"), case.tensor("output")
+    if inputs is None or keep is None or outputs is None:
+        raise Unmapped("the recording of a sequence needs inputs, keep and output")
+    query, key, value = inputs["q"], inputs["k"], inputs["v"]
+    prefill = case.parameters["prefill_len"]
+    recipe = recipe_for(case, claim, prefill)
+    method = kvfoundry.Method.parse(recipe.spec)
+    layer = _compress(recipe, query[:, :, :prefill], key[:, :, :prefill], value[:, :, :prefill])
+    _compare_readable(method, layer, keep[0], f"{recipe.spec} after the prompt")
+    for step in range(1, keep.shape[0]):
+        at = slice(prefill + step - 1, prefill + step)
+        output = layer.step(query[:, :, at], key[:, :, at], value[:, :, at])
+        place = f"{recipe.spec} after step {step}"
+        flat = output.transpose(1, 2).reshape(-1)
+        torch.testing.assert_close(
+            flat, outputs[step], **case.tolerance("output"), msg=lambda m, p=place: f"output {p}: {m}"
+        )
+        if prefill + step < key.shape[2]:
+            _compare_readable(method, layer, keep[step], place)
+
+
+def _compare_readable(method: Any, layer: Any, keep: Tensor, where: str) -> None:
+    """keep: boolean [heads, tokens], what the coming token attends to, itself included."""
+    coming = int(keep.nonzero()[:, 1].max())
+    for head in range(keep.shape[0]):
+        stored = layer.positions[0, head].tolist()
+        skipped = -1 if method.unread_distance is None else coming - method.unread_distance
+        readable = {position for position in stored if position >= 0 and position != skipped} | {coming}
+        wanted = set(keep[head].nonzero().flatten().tolist())
+        assert readable == wanted, (
+            f"{where}, head {head}: readable only for us {sorted(readable - wanted)}, only recorded "
+            f"{sorted(wanted - readable)}"
+        )
+
+
+# --- a tiny model, prefill and teacher-forced decoding ----------------------------------------------------------------
+
+
+def _model(case: Case, claim: Claim) -> None:
+    folder = case.folder.parent / "_models" / case.entry["model"]
+    info = json.loads((folder / "model_info.json").read_text(encoding="utf-8"))
+    tokens, batch = case.entry["seq_len"], case.entry["batch"]
+    ids = load_file(folder / "baseline.safetensors")["input_ids"].long()[:batch]
+    recipe = recipe_for(case, claim, tokens)
+    method = kvfoundry.Method.parse(recipe.spec)
+    recorded = _recorded_layers(case, "indices")
+    if claim.inject:
+        method = method.replace(score=GivenScores(tuple(_recorded_layers(case, "scores").values())))
+    model = _load(folder)
+    assert tokens == info["prefill_len"], f"the case has {tokens} tokens, its model was recorded with {info}"
+    cache = kvfoundry.KVCache(model, method)
+    with torch.no_grad():
+        model(ids[:, :tokens], None, None, cache)
+        for layer, indices in recorded.items():
+            kept = cache.layers[layer]
+            _compare_kept(
+                kept.positions,
+                kept.lengths,
+                indices,
+                tie_free=case.tensor(f"l{layer}.tie_free"),
+                scores=case.tensor(f"l{layer}.scores"),
+                tolerance=case.tolerance("scores"),
+                where=f"{recipe.spec} on {case.entry['model']}, layer {layer}",
+            )
+        # A tie that we break another way gives other rows, and so other logits: then the scores above are the test.
+        wanted = case.tensor("decode_logits")
+        if wanted is None:
+            raise Unmapped("the recording of a model case needs decode_logits")
+        steps = [
+            model(ids[:, at : at + 1], None, None, cache).logits[:, -1]
+            for at in range(tokens, tokens + wanted.shape[1])
+        ]
+    if all(bool(free.all()) for free in _recorded_layers(case, "tie_free").values()):
+        torch.testing.assert_close(torch.stack(steps, dim=1), wanted, **case.tolerance("logits"))
+
+
+def _recorded_layers(case: Case, name: str) -> dict[int, Tensor]:
+    """Layer index -> recorded tensor `l{i}.name`, in layer order; layers that the reference skips are absent."""
+    layers = sorted(int(key[1:].split(".")[0]) for key in case.entry["tensors"] if key.endswith(f".{name}"))
+    found = {layer: case.tensor(f"l{layer}.{name}") for layer in layers}
+    return {layer: tensor for layer, tensor in found.items() if tensor is not None}
+
+
+_MODELS: dict[Path, PreTrainedModel] = {}
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    if folder not in _MODELS:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        _MODELS[folder] = model.eval()
+    return _MODELS[folder]
