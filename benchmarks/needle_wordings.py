@@ -20,8 +20,21 @@ from kvfoundry.evaluate.prompts import encode_prompt
 from kvfoundry.evaluate.tasks.needles import KINDS, NeedleKind
 from kvfoundry.evaluate.tasks.niah import FRAME, NeedleTask
 
-WORDS = KINDS["word"].answers
-ANIMALS = ("elephant", "penguin", "tiger", "dolphin", "parrot", "camel", "rabbit", "giraffe", "turtle", "monkey", "zebra", "kangaroo")
+OBJECTS = KINDS["word"].answers
+ANIMALS = (
+    "elephant",
+    "penguin",
+    "tiger",
+    "dolphin",
+    "parrot",
+    "camel",
+    "rabbit",
+    "giraffe",
+    "turtle",
+    "monkey",
+    "zebra",
+    "kangaroo",
+)
 
 
 def tried(sentence: str, question: str, answers: tuple[str, ...] | None) -> NeedleKind:
@@ -29,27 +42,48 @@ def tried(sentence: str, question: str, answers: tuple[str, ...] | None) -> Need
 
 
 TRIED = {
+    "phrase, on Sundays": dataclasses.replace(
+        KINDS["phrase"],
+        sentence="Remember this: the mayor of {key} likes to {answer} on Sundays.",
+        question="What does the mayor of {key} like to do on Sundays?",
+    ),
     "word, pet": tried(
-        "Remember this: the mayor of {key} keeps a {answer} as a pet.", "What animal does the mayor of {key} keep as a pet?", ANIMALS
+        "Remember this: the mayor of {key} keeps a {answer} as a pet.",
+        "What animal does the mayor of {key} keep as a pet?",
+        ANIMALS,
     ),
     "word, favourite animal": tried(
         "Remember this: the favourite animal of the mayor of {key} is the {answer}.",
         "What is the favourite animal of the mayor of {key}?",
         ANIMALS,
     ),
-    "word, magic word": tried("The magic word is {answer}.", "What is the magic word?", WORDS),
-    "word, secret code word": tried("The secret code word of {key} is {answer}.", "What is the secret code word of {key}?", WORDS),
+    "word, magic word": tried("The magic word is {answer}.", "What is the magic word?", OBJECTS),
+    "word, secret code word": tried(
+        "The secret code word of {key} is {answer}.", "What is the secret code word of {key}?", OBJECTS
+    ),
     "word, RULER": tried(
-        "One of the special magic words for {key} is: {answer}.", "What is the special magic word for {key} mentioned in the text?", WORDS
+        "One of the special magic words for {key} is: {answer}.",
+        "What is the special magic word for {key} mentioned in the text?",
+        OBJECTS,
     ),
-    "word, symbol": tried("The official symbol of {key} is the {answer}.", "What is the official symbol of {key}?", WORDS),
+    "word, symbol": tried(
+        "The official symbol of {key} is the {answer}.", "What is the official symbol of {key}?", OBJECTS
+    ),
     "word, said twice": tried(
-        "The pass word of {key} is {answer}. Remember it. {answer} is the pass word of {key}.", "What is the pass word of {key}?", WORDS
+        "The pass word of {key} is {answer}. Remember it. {answer} is the pass word of {key}.",
+        "What is the pass word of {key}?",
+        OBJECTS,
     ),
-    "phrase, not announced": dataclasses.replace(KINDS["phrase"], sentence="The best thing to do in {key} is to {answer}."),
-    "digits, pass key": tried("The pass key is {answer}. Remember it. {answer} is the pass key.", "What is the pass key?", None),
+    "phrase, not announced": dataclasses.replace(
+        KINDS["phrase"], sentence="The best thing to do in {key} is to {answer}."
+    ),
+    "digits, pass key": tried(
+        "The pass key is {answer}. Remember it. {answer} is the pass key.", "What is the pass key?", None
+    ),
     "digits, telephone": tried(
-        "The telephone number of the {key} embassy is {answer}.", "What is the telephone number of the {key} embassy?", None
+        "The telephone number of the {key} embassy is {answer}.",
+        "What is the telephone number of the {key} embassy?",
+        None,
     ),
 }
 
@@ -87,13 +121,23 @@ def main() -> None:
             if not exact:
                 missed.append({"depth": item.cell["depth"], "references": item.references, "prediction": prediction})
         outcome[name] = {
-            "offered": name in offered, "sentence": KINDS[name].sentence, "question": KINDS[name].question, "frame": FRAME,
-            "length": arguments.length, "seed": arguments.seed, "items": len(scores), "exact": round(sum(exacts) / len(exacts), 4),
-            "graded": round(sum(scores) / len(scores), 4), "missed": missed,
-        }  # fmt: skip
+            "offered": name in offered,
+            "sentence": KINDS[name].sentence,
+            "question": KINDS[name].question,
+            "frame": FRAME,
+            "length": arguments.length,
+            "seed": arguments.seed,
+            "items": len(scores),
+            "exact": round(sum(exacts) / len(exacts), 4),
+            "graded": round(sum(scores) / len(scores), 4),
+            "missed": missed,
+        }
         arguments.out.write_text(json.dumps(outcome, indent=1) + "\n")
         seconds = (time.perf_counter() - began) / len(scores)
-        print(f"{name:24} exact {outcome[name]['exact']:.2f} graded {outcome[name]['graded']:.2f} {seconds:.1f} s/item", flush=True)
+        print(
+            f"{name:24} exact {outcome[name]['exact']:.2f} graded {outcome[name]['graded']:.2f} {seconds:.1f} s/item",
+            flush=True,
+        )
         for miss in missed[:3]:
             print(f"    {miss['depth']:5} {miss['references'][0]} | {miss['prediction'][:90]!r}", flush=True)
 

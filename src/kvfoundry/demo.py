@@ -1,4 +1,4 @@
-"""The main job on the embedded model, end to end: four methods at two budgets against the full cache, and one document asked many times.
+"""The main job on the embedded model: four methods at two budgets against the full cache, and one document asked often.
 
 A thin use of `kvfoundry.evaluate`: everything it does, `kvfoundry eval niah` and `kvfoundry.KVCache.fork` do too.
 """
@@ -35,8 +35,10 @@ class DemoResult:
     reuse: list[ReuseResult]
 
 
-def document_questions(tokenizer: Any, questions: int, tokens: int, seed: int) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Prompts about one generated document of about `tokens` tokens, each asking for another fact in it; and the answers."""
+def document_questions(
+    tokenizer: Any, questions: int, tokens: int, seed: int
+) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Prompts about one generated document of about `tokens` tokens, each asking for another fact; and the answers."""
     rng = random.Random(f"document {seed}")
     kind = KINDS["word"]
     cities = rng.sample(CITIES, questions)

@@ -12,9 +12,8 @@ from kvfoundry.evaluate.metrics import words_of
 from kvfoundry.evaluate.tasks.haystack import generated_sentences
 from kvfoundry.evaluate.tasks.needles import CITIES, KINDS
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}[user] {{ message['content'] }} [end] {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
-)
+CHAT_TEMPLATE = "{% for message in messages %}[user] {{ message['content'] }} [end] {% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +21,9 @@ def tokenizer():
     text = "".join(itertools.islice(generated_sentences("vocabulary"), 400))
     text += " ".join([*CITIES, *(f"{kind.question} {' '.join(kind.answers or ())}" for kind in KINDS.values())])
     words = sorted({*words_of(text), *re.findall(r"\w+", text)})
-    vocabulary = {word: index for index, word in enumerate(["[unk]", "[pad]", "[eos]", "[user]", "[end]", "[assistant]", *words])}
+    vocabulary = {
+        word: index for index, word in enumerate(["[unk]", "[pad]", "[eos]", "[user]", "[end]", "[assistant]", *words])
+    }
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="[unk]"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(

@@ -18,7 +18,9 @@ def test_demo_compares_four_methods_at_two_budgets(model, tokenizer, tmp_path):
     assert len(METHODS) >= 5 and len(methods) == 1 + (len(METHODS) - 1) * len(BUDGETS)
     assert result.outcome.failed == 0 and (tmp_path / REPORT).exists()
     assert json.loads((tmp_path / "reuse.json").read_text())[0]["questions"] == 2
-    assert result.reuse[0].same_answers == 2  # the full cache forgets nothing, so a fork answers as a fresh reading does
+    assert (
+        result.reuse[0].same_answers == 2
+    )  # the full cache forgets nothing, so a fork answers as a fresh reading does
 
 
 def test_questions_share_their_document_and_ask_different_things(tokenizer):

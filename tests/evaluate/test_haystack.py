@@ -23,7 +23,9 @@ def test_same_seed_same_text_in_another_process_with_another_hash_seed():
         "print(''.join(itertools.islice(generated_sentences(3), 50)), end='')"
     )
     environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
-    text = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert text == "".join(take(3, 50))
     assert take(3, 50) != take(4, 50)
 

@@ -1,5 +1,7 @@
 """The needle grid: lengths in the model's own tokens, needles and question that always stay."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,9 @@ from kvfoundry.evaluate.tasks.niah import NeedleTask, insert_at_depths, truncate
 def test_lengths_are_met_and_everything_asked_for_is_inside(tokenizer, kind, chat):
     task = NeedleTask(lengths=(150, 400), depths=(0, 50, 100), kind=kind, needles=2)
     items = task.items(tokenizer, chat, seed=0)
-    assert [(item.cell["length"], item.cell["depth"]) for item in items] == [(n, d) for n in (150, 400) for d in (0, 50, 100)]
+    assert [(item.cell["length"], item.cell["depth"]) for item in items] == [
+        (n, d) for n in (150, 400) for d in (0, 50, 100)
+    ]
     assert len({item.item for item in items}) == len(items)
     for item in items:
         tokens = len(encode_prompt(tokenizer, item.prompt, chat))
@@ -33,7 +37,9 @@ def test_depth_moves_the_needle_through_the_same_text(tokenizer):
     for item in NeedleTask(lengths=(400,), depths=(0, 25, 50, 75, 100)).items(tokenizer, False, seed=1):
         context = item.prompt.split("\n\nQuestion: ")[0].split("at the end.\n\n")[1]
         places.append(context.index(item.references[0]) / len(context))
-        needle = next(sentence for sentence in context.replace("\n\n", " ").split(". ") if item.references[0] in sentence)
+        needle = next(
+            sentence for sentence in context.replace("\n\n", " ").split(". ") if item.references[0] in sentence
+        )
         texts.add(context.replace(needle, "")[:60] if places[-1] > 0.5 else context[-60:])
     assert places == sorted(places)
     for place, wanted in zip(places, (0, 0.25, 0.5, 0.75, 1), strict=True):
@@ -70,10 +76,10 @@ def test_folder_haystack_is_cut_in_the_middle_and_too_little_text_is_refused(tok
     (tmp_path / "a.txt").write_text(" ".join(f"Number {index} was {index + 7} long." for index in range(200)))
     item = NeedleTask(lengths=(200,), depths=(50,), haystack=tmp_path).items(tokenizer, False, 0)[0]
     numbers = [int(word) for word in item.prompt.replace(".", "").split() if word.isdigit()][::2]
-    jumps = [(after - before) % 200 for before, after in zip(numbers, numbers[1:], strict=False)]
+    jumps = [(after - before) % 200 for before, after in itertools.pairwise(numbers)]
     assert sum(jump != 1 for jump in jumps) == 1  # one cut, in the middle
     assert len(encode_prompt(tokenizer, item.prompt, False)) <= 200
-    with pytest.raises(TaskError, match="holds .* tokens, too few for a prompt of 9000"):
+    with pytest.raises(TaskError, match=r"holds .* tokens, too few for a prompt of 9000"):
         NeedleTask(lengths=(9000,), haystack=tmp_path).items(tokenizer, False, 0)
 
 

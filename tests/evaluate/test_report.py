@@ -5,15 +5,16 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kvfoundry.evaluate.report import heat_map, render_report
+from kvfoundry.evaluate.report import MIB, heat_map, render_report
 from kvfoundry.evaluate.summary import grid, shared_prompts, summarise
 
 
 def line(method="fullkv", depth=0.0, length=128, score=1.0, **more):
     return {
-        "task": "niah", "item": f"L{length}-D{depth}", "method": method, "seed": 0, "length": length, "depth": depth, "score": score,
-        "exact": score == 1.0, "stored_bytes": 2 * 1024 * 1024, "peak_bytes": 3 * 1024 * 1024, "full_bytes": 4 * 1024 * 1024, "kept_rows": 64.0,
-        "kept_share": 0.5, "prompt_tokens": length, "ttft_seconds": 0.5, "ms_per_token": 12.5, "seconds": 1.0, "notes": [],
+        "task": "niah", "item": f"L{length}-D{depth}", "method": method, "seed": 0, "length": length, "depth": depth,
+        "score": score, "exact": score == 1.0, "stored_bytes": 2 * MIB, "peak_bytes": 3 * MIB, "full_bytes": 4 * MIB,
+        "kept_rows": 64.0, "kept_share": 0.5, "prompt_tokens": length, "ttft_seconds": 0.5, "ms_per_token": 12.5,
+        "seconds": 1.0, "notes": [],
         "prompt_hash": f"{length}{depth}",
     } | more  # fmt: skip
 
@@ -21,7 +22,7 @@ def line(method="fullkv", depth=0.0, length=128, score=1.0, **more):
 class Strict(HTMLParser):
     """Fails on tags that are not closed in order."""
 
-    VOID = {"meta", "rect", "stop", "br"}
+    VOID = frozenset({"meta", "rect", "stop", "br"})
 
     def __init__(self):
         super().__init__()

@@ -86,7 +86,7 @@ def test_missing_meta_cannot_be_resumed(tmp_path):
 
 def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match="cannot be written .*--out"):
+    with pytest.raises(DataError, match=r"cannot be written .*--out"):
         ResultsFolder(tmp_path / "file" / "out", ARGUMENTS, resume=False)
 
 

@@ -14,8 +14,8 @@ from kvfoundry.evaluate.tasks.base import TaskError
 from kvfoundry.evaluate.tasks.niah import NeedleTask
 
 FIELDS = {
-    "task", "item", "method", "seed", "prompt_tokens", "prediction", "references", "score", "exact", "stored_bytes", "kept_rows", "kept_share",
-    "peak_bytes", "full_bytes", "ttft_seconds", "ms_per_token", "seconds", "notes",
+    "task", "item", "method", "seed", "prompt_tokens", "prediction", "references", "score", "exact",
+    "stored_bytes", "kept_rows", "kept_share", "peak_bytes", "full_bytes", "ttft_seconds", "ms_per_token", "seconds", "notes",
 }  # fmt: skip
 TASK = NeedleTask(lengths=(120, 200), depths=(0.0, 100.0), max_new_tokens=3)
 TIMES = ("ttft_seconds", "ms_per_token", "seconds")
@@ -29,7 +29,9 @@ def timeless(path):
 @pytest.fixture(scope="module")
 def finished(model, tokenizer, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "deep" / "out"
-    outcome = evaluate(model, tokenizer, [TASK], ["fullkv", "streamingllm"], budgets=[64, 0.5], out=out, arguments={"model": "tiny"})
+    outcome = evaluate(
+        model, tokenizer, [TASK], ["fullkv", "streamingllm"], budgets=[64, 0.5], out=out, arguments={"model": "tiny"}
+    )
     return out, outcome
 
 
@@ -54,7 +56,10 @@ def test_files_of_a_run(finished):
     assert set(meta["versions"]) == {"python", "torch", "transformers", "kvfoundry"}
     assert meta["arguments"]["model"] == "tiny" and meta["arguments"]["tasks"][0]["lengths"] == [120, 200]
     assert len(meta["arms"]) == 3 and meta["shared_prompts"] is True
-    shared = [{key: arm[key] for key in ("backend", "dtype", "prompts", "prefill_chunk", "items")} for arm in meta["arms"].values()]
+    shared = [
+        {key: arm[key] for key in ("backend", "dtype", "prompts", "prefill_chunk", "items")}
+        for arm in meta["arms"].values()
+    ]
     assert shared[0] == shared[1] == shared[2] and shared[0]["items"] == 4
     assert json.loads((out / SUMMARY).read_text())["rows"] == outcome.rows
     html = (out / REPORT).read_text()
@@ -69,7 +74,16 @@ def test_a_killed_run_resumes_to_the_same_results(finished, model, tokenizer, tm
         out.mkdir()
         (out / RESULTS).write_bytes(whole[:cut])
         (out / META).write_bytes((finished[0] / META).read_bytes())
-        evaluate(model, tokenizer, [TASK], ["fullkv", "streamingllm"], budgets=[64, 0.5], out=out, arguments={"model": "tiny"}, resume=True)
+        evaluate(
+            model,
+            tokenizer,
+            [TASK],
+            ["fullkv", "streamingllm"],
+            budgets=[64, 0.5],
+            out=out,
+            arguments={"model": "tiny"},
+            resume=True,
+        )
         assert timeless(out / RESULTS) == timeless(finished[0] / RESULTS)
 
 
@@ -164,7 +178,7 @@ def test_existing_results_and_changed_arguments_are_refused(finished, model, tok
     before = (finished[0] / RESULTS).read_bytes()
     with pytest.raises(DataError, match="already holds results"):
         evaluate(model, tokenizer, [TASK], ["fullkv"], out=finished[0])
-    with pytest.raises(DataError, match="methods was .* and is now"):
+    with pytest.raises(DataError, match=r"methods was .* and is now"):
         evaluate(model, tokenizer, [TASK], ["fullkv"], out=finished[0], resume=True, arguments={"model": "tiny"})
     assert (finished[0] / RESULTS).read_bytes() == before
 

@@ -30,7 +30,9 @@ def demo(
         typer.echo(f"loading {model} ...", err=True)
     loaded, tokenizer = load_model(model, device, dtype)
     if not as_json:
-        typer.echo(f"needles in {LENGTH} tokens: {', '.join(METHODS)}; budgets {', '.join(map(str, BUDGETS))} rows", err=True)
+        typer.echo(
+            f"needles in {LENGTH} tokens: {', '.join(METHODS)}; budgets {', '.join(map(str, BUDGETS))} rows", err=True
+        )
     with progress_bar(shown=not as_json) as on_progress:
         result = run_demo(loaded, tokenizer, folder, seed=seed, on_progress=on_progress)
     finish(result.outcome, as_json, reuse=[asdict(reuse) for reuse in result.reuse])
@@ -39,7 +41,8 @@ def demo(
     for reuse in result.reuse:
         typer.echo(
             f"one document of {reuse.document_tokens} tokens, {reuse.questions} questions ({reuse.method}): "
-            f"{reuse.forked_seconds:.1f} s with one prefill and forks, {reuse.fresh_seconds:.1f} s reading it anew each time; "
+            f"{reuse.forked_seconds:.1f} s with one prefill and forks, "
+            f"{reuse.fresh_seconds:.1f} s reading it anew each time; "
             f"{reuse.same_answers} of {reuse.questions} answers equal, score {reuse.forked_score:.2f}"
         )
     typer.echo(f"took {time.perf_counter() - began:.0f} s")

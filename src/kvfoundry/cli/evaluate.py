@@ -54,7 +54,13 @@ def progress_bar(shown: bool) -> "Iterator[Callable[[Progress], None] | None]":
     def show(state: "Progress") -> None:
         bar.start()  # not before there is something to show: a refusal is one line
         minutes, seconds = divmod(round(state.seconds_left), 60)
-        bar.update(running, description=state.method, completed=state.done, total=state.total, left=f"{minutes}:{seconds:02d} left")
+        bar.update(
+            running,
+            description=state.method,
+            completed=state.done,
+            total=state.total,
+            left=f"{minutes}:{seconds:02d} left",
+        )
 
     try:
         yield show
@@ -75,10 +81,10 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         table.add_column(heading, justify="right")
     for row in rows:
         numbers = [
-            "–" if row[name] is None else format(row[name] / scale, pattern)
+            "n/a" if row[name] is None else format(row[name] / scale, pattern)
             for name, scale, pattern in (
-                ("score", 1, ".2f"), ("exact", 1, ".2f"), ("stored_bytes", 1024 * 1024, ".2f"), ("kept_share", 1, ".0%"),
-                ("ms_per_token", 1, ".1f"), ("ttft_seconds", 1, ".2f"),
+                ("score", 1, ".2f"), ("exact", 1, ".2f"), ("stored_bytes", 1024 * 1024, ".2f"),
+                ("kept_share", 1, ".0%"), ("ms_per_token", 1, ".1f"), ("ttft_seconds", 1, ".2f"),
             )
         ]  # fmt: skip
         failed = f" (+{row['failed']} failed)" if row["failed"] else ""
@@ -89,12 +95,18 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 def finish(outcome: "Outcome", as_json: bool, **more: Any) -> None:
     """Print what came out, with `more` in the JSON form; leave with 1 when items failed."""
     if as_json:
-        typer.echo(json.dumps({"rows": outcome.rows, "failed": outcome.failed, "report": str(outcome.report), **more}, indent=1))
+        typer.echo(
+            json.dumps(
+                {"rows": outcome.rows, "failed": outcome.failed, "report": str(outcome.report), **more}, indent=1
+            )
+        )
     else:
         print_table(outcome.rows)
         typer.echo(f"report: {outcome.report}")
     if outcome.failed:
-        typer.echo(f"{outcome.failed} items failed; see results.jsonl, and run again with --resume to retry them.", err=True)
+        typer.echo(
+            f"{outcome.failed} items failed; see results.jsonl, and run again with --resume to retry them.", err=True
+        )
         raise typer.Exit(1)
 
 
@@ -108,20 +120,30 @@ def _resume_hint(out: Path) -> str:
 @eval_app.command()
 def niah(
     lengths: Annotated[
-        list[str] | None, typer.Option("--lengths", help="Prompt lengths in the model's tokens; repeat or use commas. (default: 1024,2048)")
+        list[str] | None,
+        typer.Option(
+            "--lengths", help="Prompt lengths in the model's tokens; repeat or use commas. (default: 1024,2048)"
+        ),
     ] = None,
     depths: Annotated[
-        list[str] | None, typer.Option("--depths", help="Needle depths in percent; repeat or use commas. (default: 0,25,50,75,100)")
+        list[str] | None,
+        typer.Option("--depths", help="Needle depths in percent; repeat or use commas. (default: 0,25,50,75,100)"),
     ] = None,
-    kind: Annotated[str, typer.Option("--kind", help="; ".join(f"{name}: {kind.summary}" for name, kind in KINDS.items()))] = "word",
+    kind: Annotated[
+        str, typer.Option("--kind", help="; ".join(f"{name}: {kind.summary}" for name, kind in KINDS.items()))
+    ] = "word",
     needles: Annotated[int, typer.Option("--needles", help="Facts hidden and asked for at once.")] = 1,
     repeats: Annotated[int, typer.Option("--repeats", help="Items per length and depth.")] = 1,
-    haystack: Annotated[Path | None, typer.Option("--haystack", help="Folder of .txt or .md files. (default: generated prose)")] = None,
+    haystack: Annotated[
+        Path | None, typer.Option("--haystack", help="Folder of .txt or .md files. (default: generated prose)")
+    ] = None,
     model: ModelOption = "smollm2",
     method: MethodOption = None,
     budget: BudgetOption = None,
     limit: Annotated[int | None, typer.Option("--limit", help="At most so many items, spread over the grid.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Longest answer in tokens, for each needle.")] = 24,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", help="Longest answer in tokens, for each needle.")
+    ] = 24,
     batch_size: Annotated[int, typer.Option("--eval-batch-size", "--eval_batch_size", help="Prompts per batch.")] = 1,
     chat: ChatOption = None,
     prefill_chunk: PrefillOption = None,

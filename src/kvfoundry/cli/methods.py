@@ -14,12 +14,23 @@ REQUIRED = Parameter.empty
 
 
 def _parameters(parameters: dict[str, Any]) -> str:
-    return "\n".join(f"{key} (required)" if value is REQUIRED else f"{key}={json.dumps(value, default=str)}" for key, value in parameters.items())
+    return "\n".join(
+        f"{key} (required)" if value is REQUIRED else f"{key}={json.dumps(value, default=str)}"
+        for key, value in parameters.items()
+    )
 
 
 def _described(info: Any) -> dict[str, Any]:
-    parameters = {key: {"required": True} if value is REQUIRED else {"default": value} for key, value in info.parameters.items()}
-    return {"summary": info.summary, "kind": info.kind, "paper": info.paper, "axes": info.axes, "parameters": parameters}
+    parameters = {
+        key: {"required": True} if value is REQUIRED else {"default": value} for key, value in info.parameters.items()
+    }
+    return {
+        "summary": info.summary,
+        "kind": info.kind,
+        "paper": info.paper,
+        "axes": info.axes,
+        "parameters": parameters,
+    }
 
 
 def methods(

@@ -12,21 +12,26 @@ Number = TypeVar("Number", int, float, int | float)
 
 ModelOption = Annotated[str, typer.Option("--model", help="Embedded model, hub name, local folder or .gguf file.")]
 MethodOption = Annotated[
-    list[str] | None, typer.Option("--method", help="Method spec such as 'snapkv(budget=256)'; may be repeated. (default: fullkv)")
+    list[str] | None,
+    typer.Option("--method", help="Method spec such as 'snapkv(budget=256)'; may be repeated. (default: fullkv)"),
 ]
 BudgetOption = Annotated[
     list[str] | None,
-    typer.Option("--budget", help="Rows (256) or kept share (0.25) for each method that takes one; repeat or separate by commas."),
+    typer.Option(
+        "--budget", help="Rows (256) or kept share (0.25) for each method that takes one; repeat or separate by commas."
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 ChatOption = Annotated[
-    bool | None, typer.Option("--chat/--no-chat", help="Put prompts into the chat template. (default: when the tokenizer has one)")
+    bool | None,
+    typer.Option("--chat/--no-chat", help="Put prompts into the chat template. (default: when the tokenizer has one)"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a machine instead of text.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of everything drawn.")]
 PrefillOption = Annotated[
-    int | None, typer.Option("--prefill-chunk", min=1, help="Read the prompt in pieces of so many tokens, evicting after each.")
+    int | None,
+    typer.Option("--prefill-chunk", min=1, help="Read the prompt in pieces of so many tokens, evicting after each."),
 ]
 
 
@@ -56,7 +61,7 @@ def parse_numbers(values: Iterable[str] | None, kind: Callable[[str], Number], o
 
 
 def parse_budgets(values: Iterable[str] | None) -> list[int | float]:
-    """"128" is rows, "0.2" a share, "1.0" the share of everything."""
+    """ "128" is rows, "0.2" a share, "1.0" the share of everything."""
 
     def number(text: str) -> int | float:
         try:

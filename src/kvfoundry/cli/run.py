@@ -34,12 +34,15 @@ def run(
     budget: BudgetOption = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer in tokens.")] = 64,
     batch_size: Annotated[
-        int | None, typer.Option("--eval-batch-size", "--eval_batch_size", min=1, help="Prompts per batch. (default: all)")
+        int | None,
+        typer.Option("--eval-batch-size", "--eval_batch_size", min=1, help="Prompts per batch. (default: all)"),
     ] = None,
     chat: ChatOption = None,
     prefill_chunk: PrefillOption = None,
     seed: SeedOption = 0,
-    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it is made; one prompt, one method.")] = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print the answer as it is made; one prompt, one method.")
+    ] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
@@ -87,8 +90,9 @@ def run(
             if not stream:
                 typer.echo(generation.text)
             typer.secho(
-                f"{generation.prompt_tokens} + {generation.new_tokens} tokens, cache {generation.stored_bytes / MIB:.2f} MiB "
-                f"({generation.kept_share:.0%} of the rows kept), {generation.seconds:.1f} s",
+                f"{generation.prompt_tokens} + {generation.new_tokens} tokens, "
+                f"cache {generation.stored_bytes / MIB:.2f} MiB ({generation.kept_share:.0%} of the rows kept), "
+                f"{generation.seconds:.1f} s",
                 dim=True,
                 err=True,
             )

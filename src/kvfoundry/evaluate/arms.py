@@ -9,8 +9,11 @@ from kvfoundry.registry import entry
 
 
 def _with_budget(spec: str, budget: int | float) -> Method:
-    """The recipe with `budget` in every piece that has such a parameter; one whose budget is required may leave it out."""
-    return build((name, arguments | {"budget": budget} if "budget" in entry(name).parameters else arguments) for name, arguments in _calls(spec))
+    """The recipe with `budget` in every piece that has such a parameter, required or not."""
+    return build(
+        (name, arguments | {"budget": budget} if "budget" in entry(name).parameters else arguments)
+        for name, arguments in _calls(spec)
+    )
 
 
 def expand_arms(methods: Iterable[str | Method], budgets: Sequence[int | float] = ()) -> list[Method]:

@@ -24,7 +24,11 @@ def resolve_chat(tokenizer: Any, chat: bool | None) -> bool:
 
 
 def encode_prompt(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Token ids of one user text exactly as `kvfoundry.generate` will see them. Raises DataError for an empty prompt."""
+    """Token ids of one user text, exactly those that `kvfoundry.generate` sees.
+
+    Raises:
+        DataError: the text is empty.
+    """
     ids, _ = encode(tokenizer, [text], chat=chat)
     return ids[0].tolist()
 
@@ -49,6 +53,7 @@ def check_length(model: Any, prompt_tokens: int, max_new_tokens: int, what: str)
     limit = position_limit(model)
     if limit is not None and prompt_tokens + max_new_tokens > limit:
         raise KVFoundryError(
-            f"{what} has {prompt_tokens} tokens and asks for {max_new_tokens} more, but the model is limited to {limit} positions; "
+            f"{what} has {prompt_tokens} tokens and asks for {max_new_tokens} more, "
+            f"but the model is limited to {limit} positions; "
             f"shorten it to at most {max(limit - max_new_tokens, 0)} tokens or ask for fewer new tokens."
         )

@@ -6,6 +6,7 @@ colour-blind readers and in grey print, and every cell carries its number.
 
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from kvfoundry.evaluate.results import Line
@@ -18,7 +19,7 @@ _RAMP = ((0.0, (247, 251, 255)), (0.35, (158, 202, 225)), (0.7, (49, 130, 189)),
 _STYLE = """
 :root { color-scheme: light; }
 * { box-sizing: border-box; }
-body { margin: 0; background: #fafafa; color: #1c2733; font: 16px/1.5 system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; }
+body { margin: 0; background: #fafafa; color: #1c2733; font: 16px/1.5 system-ui, "Segoe UI", Roboto, sans-serif; }
 main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 48px; }
 h1 { font-size: 1.6rem; margin: 0 0 4px; } h2 { font-size: 1.15rem; margin: 36px 0 10px; }
 p { margin: 6px 0; max-width: 75ch; } .quiet { color: #556270; font-size: .9rem; }
@@ -33,7 +34,8 @@ code { font: .9em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .maps { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 16px; }
 figure { margin: 0; padding: 12px; background: #fff; border: 1px solid #dde3e9; border-radius: 8px; overflow-x: auto; }
 figcaption { font-size: .88rem; margin-bottom: 6px; overflow-wrap: anywhere; }
-svg { display: block; max-width: 100%; height: auto; } svg text { font: 13px system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; }
+svg { display: block; max-width: 100%; height: auto; }
+svg text { font: 13px system-ui, "Segoe UI", Roboto, Arial, sans-serif; fill: #556270; text-anchor: middle; }
 .warn { border-left: 4px solid #c4572b; padding: 4px 12px; background: #fdf3ee; }
 ul { margin: 6px 0; padding-left: 20px; }
 """
@@ -42,7 +44,7 @@ ul { margin: 6px 0; padding-left: 20px; }
 def _colour(value: float) -> tuple[str, str]:
     """Fill and text colour of a score in [0, 1]."""
     value = min(max(value, 0.0), 1.0)
-    for (low, first), (high, second) in zip(_RAMP, _RAMP[1:], strict=False):
+    for (low, first), (high, second) in pairwise(_RAMP):
         if value <= high:
             share = (value - low) / (high - low)
             red, green, blue = (round(a + (b - a) * share) for a, b in zip(first, second, strict=True))
@@ -51,7 +53,7 @@ def _colour(value: float) -> tuple[str, str]:
 
 
 def _number(value: float | None, pattern: str, scale: float = 1.0) -> str:
-    return "–" if value is None else format(value / scale, pattern)
+    return "n/a" if value is None else format(value / scale, pattern)
 
 
 def heat_map(scores: dict[tuple[float, int], float]) -> str:
@@ -59,28 +61,27 @@ def heat_map(scores: dict[tuple[float, int], float]) -> str:
     depths, lengths = sorted({depth for depth, _ in scores}), sorted({length for _, length in scores})
     left, top, width, height = 58, 8, max(46, min(84, 260 // len(lengths))), 30
     right, bottom = left + width * len(lengths), top + height * len(depths)
+    box = f'width="{width - 2}" height="{height - 2}" rx="3" stroke="#c8d3dd" stroke-width=".6"'
     parts = []
     for row, depth in enumerate(depths):
         y = top + row * height
-        parts.append(f'<text x="{left - 8}" y="{y + 20}" text-anchor="end" fill="#556270">{depth:g} %</text>')
+        parts.append(f'<text x="{left - 26}" y="{y + 20}">{depth:g} %</text>')
         for column, length in enumerate(lengths):
             x, score = left + column * width, scores.get((depth, length))
             if score is None:
-                parts.append(f'<rect x="{x}" y="{y}" width="{width - 2}" height="{height - 2}" fill="none" stroke="#dde3e9"/>')
+                parts.append(f'<rect x="{x}" y="{y}" {box} fill="none"/>')
                 continue
             fill, ink = _colour(score)
             parts.append(
-                f'<rect x="{x}" y="{y}" width="{width - 2}" height="{height - 2}" rx="3" fill="{fill}" stroke="#c8d3dd" stroke-width=".6">'
+                f'<rect x="{x}" y="{y}" {box} fill="{fill}">'
                 f"<title>length {length}, depth {depth:g} %: {score:.2f}</title></rect>"
-                f'<text x="{x + (width - 2) / 2}" y="{y + 19}" text-anchor="middle" fill="{ink}">{score:.2f}</text>'
+                f'<text x="{x + width / 2 - 1:g}" y="{y + 19}" style="fill:{ink}">{score:.2f}</text>'
             )
     for column, length in enumerate(lengths):
-        parts.append(f'<text x="{left + column * width + width / 2}" y="{bottom + 16}" text-anchor="middle" fill="#556270">{length}</text>')
-    parts.append(f'<text x="{(left + right) / 2}" y="{bottom + 35}" text-anchor="middle" fill="#556270">prompt length (tokens)</text>')
-    parts.append(
-        f'<text transform="translate(12 {(top + bottom) / 2}) rotate(-90)" text-anchor="middle" fill="#556270">depth</text>'
-    )
-    total_width, total_height = max(right, left + 150) + 6, max(bottom + 42, 96)
+        parts.append(f'<text x="{left + column * width + width / 2 - 1:g}" y="{bottom + 16}">{length}</text>')
+    parts.append(f'<text x="{max((left + right) / 2, left + 46):g}" y="{bottom + 35}">prompt length (tokens)</text>')
+    parts.append(f'<text transform="translate(12 {(top + bottom) / 2:g}) rotate(-90)">depth</text>')
+    total_width, total_height = max(right, left + 130) + 6, bottom + 42
     return (
         f'<svg role="img" aria-label="score by depth and length" width="{total_width}" height="{total_height}" '
         f'viewBox="0 0 {total_width} {total_height}">{"".join(parts)}</svg>'
@@ -93,7 +94,7 @@ def _legend() -> str:
         '<svg role="img" aria-label="colour scale from 0 to 1" width="260" height="40" viewBox="0 0 260 40">'
         f'<defs><linearGradient id="ramp">{stops}</linearGradient></defs>'
         '<rect x="8" y="2" width="240" height="14" rx="3" fill="url(#ramp)" stroke="#c8d3dd" stroke-width=".6"/>'
-        '<text x="8" y="33" fill="#556270">0 lost</text><text x="248" y="33" text-anchor="end" fill="#556270">1 recovered</text></svg>'
+        '<text x="26" y="33">0 lost</text><text x="208" y="33">1 recovered</text></svg>'
     )
 
 
@@ -116,12 +117,15 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     body = []
     for row in rows:
         score = row["score"] or 0.0
-        of_full = row["stored_bytes"] / row["full_bytes"] if row["stored_bytes"] is not None and row["full_bytes"] else None
+        of_full = (
+            row["stored_bytes"] / row["full_bytes"] if row["stored_bytes"] is not None and row["full_bytes"] else None
+        )
         failed = f" (+{row['failed']} failed)" if row["failed"] else ""
         body.append(
             f"<tr><td><code>{escape(row['method'])}</code></td><td>{row['items']}{failed}</td>"
             f'<td>{_number(row["score"], ".2f")}<span class="bar"><i style="width:{score:.0%}"></i></span></td>'
-            f"<td>{_number(row['exact'], '.2f')}</td><td>{_number(row['stored_bytes'], '.2f', MIB)}</td><td>{_number(of_full, '.1%')}</td>"
+            f"<td>{_number(row['exact'], '.2f')}</td><td>{_number(row['stored_bytes'], '.2f', MIB)}</td>"
+            f"<td>{_number(of_full, '.1%')}</td>"
             f"<td>{_number(row['kept_rows'], '.0f')}</td><td>{_number(row['kept_share'], '.1%')}</td>"
             f"<td>{_number(row['ms_per_token'], '.1f')}</td><td>{_number(row['ttft_seconds'], '.2f')}</td></tr>"
         )
@@ -130,14 +134,21 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _notes(rows: Sequence[dict[str, Any]]) -> str:
     notes = [f"<li><code>{escape(row['method'])}</code>: {escape(note)}</li>" for row in rows for note in row["notes"]]
-    return f'<p class="quiet">What the methods say of themselves:</p><ul class="quiet">{"".join(notes)}</ul>' if notes else ""
+    return (
+        f'<p class="quiet">What the methods say of themselves:</p><ul class="quiet">{"".join(notes)}</ul>'
+        if notes
+        else ""
+    )
 
 
 def _failures(lines: Sequence[Line]) -> str:
     failed = [line for line in lines if line.get("error")]
     if not failed:
         return ""
-    shown = "".join(f"<li><code>{escape(line['method'])}</code>, {escape(line['item'])}: {escape(line['error'])}</li>" for line in failed[:10])
+    shown = "".join(
+        f"<li><code>{escape(line['method'])}</code>, {escape(line['item'])}: {escape(line['error'])}</li>"
+        for line in failed[:10]
+    )
     return f'<div class="warn"><p>{len(failed)} items failed and are in no average:</p><ul>{shown}</ul></div>'
 
 
@@ -161,9 +172,11 @@ def render_report(lines: Sequence[Line]) -> str:
         else "<strong>Not every method was given the same prompt token ids: do not compare them.</strong>"
     )
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>kvfoundry report</title><style>{_STYLE}</style></head><body><main>"
         f'<h1>kvfoundry: what each method keeps, and what it costs</h1><p class="quiet">{items} items, '
-        f"{len({line['method'] for line in lines})} methods. {prompts} Score is the share of the answer recovered; exact counts whole answers.</p>"
+        f"{len({line['method'] for line in lines})} methods. {prompts} "
+        "Score is the share of the answer recovered; exact counts whole answers.</p>"
         f"{_failures(lines)}{''.join(sections)}</main></body></html>\n"
     )

@@ -59,7 +59,9 @@ def read_lines(path: Path) -> list[Line]:
             line = json.loads(text)
             key_of(line)
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"line {number} of {path} is not a result; move the file away or repair that line.") from error
+            raise DataError(
+                f"line {number} of {path} is not a result; move the file away or repair that line."
+            ) from error
         lines.append(line)
     return lines
 
@@ -84,9 +86,13 @@ def check_folder(folder: Path, resume: bool) -> bool:
             pass
         exists = results.exists() and results.stat().st_size > 0
     except OSError as error:
-        raise DataError(f"output folder {folder} cannot be written ({error.strerror}); name another with --out.") from error
+        raise DataError(
+            f"output folder {folder} cannot be written ({error.strerror}); name another with --out."
+        ) from error
     if exists and not resume:
-        raise DataError(f"output folder {folder} already holds results; add --resume to go on with them or name another with --out.")
+        raise DataError(
+            f"output folder {folder} already holds results; add --resume to go on with them or name another with --out."
+        )
     return exists
 
 
@@ -94,8 +100,8 @@ class ResultsFolder:
     """Owns the files of one run. Use as a context manager; `append` writes one result for good.
 
     Raises:
-        DataError: the folder cannot be written, holds results already and `resume` is not set, or holds those of a run with other
-            arguments.
+        DataError: the folder cannot be written, holds results already and `resume` is not set, or holds those of a run
+            with other arguments.
     """
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any], resume: bool) -> None:
@@ -116,7 +122,9 @@ class ResultsFolder:
         try:
             before = json.loads((self.folder / META).read_text(encoding="utf-8"))["arguments"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{self.folder / META} cannot be read, so the run cannot be resumed; name another folder with --out.") from error
+            raise DataError(
+                f"{self.folder / META} cannot be read, so the run cannot be resumed; name another folder with --out."
+            ) from error
         difference = _first_difference(before, arguments)
         if difference:
             raise DataError(f"cannot resume {self.folder}: {difference}; use the same arguments or another --out.")
@@ -139,5 +147,7 @@ class ResultsFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()

@@ -1,7 +1,7 @@
 """One document, many questions: the document is read once and its cache forked for each question.
 
-The rival reads document and question anew every time. Under a method the two may answer differently, and for a reason: a forked
-cache was evicted before the question was known.
+The rival reads document and question anew every time. Under a method the two may answer differently, for a reason: a
+forked cache was evicted before the question was known.
 """
 
 import time
@@ -91,7 +91,9 @@ def compare_reuse(
     for ids, answers in zip(encoded, references, strict=True):
         began = time.perf_counter()
         fork = document.fork()
-        fork.extend_prompt(len(ids) - shared)  # the question is prompt, not decode: the method may act once more after it
+        fork.extend_prompt(
+            len(ids) - shared
+        )  # the question is prompt, not decode: the method may act once more after it
         from_fork = _answer(model, tokenizer, ids, fork, max_new_tokens)
         forked[0] += time.perf_counter() - began
         began = time.perf_counter()

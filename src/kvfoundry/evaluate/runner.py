@@ -1,15 +1,16 @@
 """Runs tasks x methods and keeps what came out: results.jsonl, run_meta.json, summary.json, report.html.
 
-Every method, the full cache among them, goes through the same `kvfoundry.generate` with the same prompt ids, backend, dtype
-and prefill: what differs between two arms is the method alone.
+Every method, the full cache among them, goes through the same `kvfoundry.generate` with the same prompt ids, backend,
+dtype and prefill: what differs between two arms is the method alone.
 """
 
 import hashlib
+import itertools
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,8 +29,8 @@ from kvfoundry.evaluate.tasks.base import Item, Task, TaskError
 
 # Fields of a Generation that a result line takes over as they are.
 _MEASURED = (
-    "prompt_tokens", "new_tokens", "stored_bytes", "peak_bytes", "full_bytes", "kept_rows", "kept_share", "ttft_seconds", "ms_per_token",
-    "seconds",
+    "prompt_tokens", "new_tokens", "stored_bytes", "peak_bytes", "full_bytes", "kept_rows", "kept_share",
+    "ttft_seconds", "ms_per_token", "seconds",
 )  # fmt: skip
 
 
@@ -59,6 +60,19 @@ class _Question:
     prompt_tokens: int
     prompt_hash: str
 
+    def identity(self, method: str, seed: int) -> Line:
+        """The fields of a result line that are known before the answer."""
+        return {
+            "task": self.task.name,
+            "item": self.item.item,
+            "method": method,
+            "seed": seed,
+            **self.item.cell,
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_hash": self.prompt_hash,
+            "references": list(self.item.references),
+        }
+
 
 def spread(items: Sequence[Any], limit: int | None) -> list[Any]:
     """At most `limit` items, spread evenly over the list so that a short run still sees the whole grid."""
@@ -70,7 +84,12 @@ def spread(items: Sequence[Any], limit: int | None) -> list[Any]:
 def _git_commit() -> str | None:
     try:
         found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -127,21 +146,55 @@ def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], op
     lines = []
     for question, generation in zip(batch, generations, strict=True):
         if generation.prompt_tokens != question.prompt_tokens:
-            raise AssertionError(f"the model saw {generation.prompt_tokens} prompt tokens, {question.prompt_tokens} were meant")
+            raise AssertionError(
+                f"the model saw {generation.prompt_tokens} prompt tokens, {question.prompt_tokens} were meant"
+            )
         score, exact = question.task.score(question.item, generation.text)
         measured = {name: getattr(generation, name) for name in _MEASURED}
-        lines.append({"prediction": generation.text, "score": score, "exact": exact, **measured, "notes": list(generation.notes)})
+        lines.append(
+            {"prediction": generation.text, "score": score, "exact": exact, **measured, "notes": list(generation.notes)}
+        )
     return lines
 
 
-def _answers(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], options: Mapping[str, Any]) -> list[Line]:
-    """One line per question. When a batch fails, its questions are asked one by one, so that only the bad one is lost."""
+def _failed(error: Exception) -> Line:
+    unknown = dict.fromkeys(("prediction", "score", "exact", "stored_bytes", "kept_rows", "seconds"))
+    return {**unknown, "notes": [], "error": f"{type(error).__name__}: {error}"}
+
+
+def _answers(
+    model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], options: Mapping[str, Any]
+) -> list[Line]:
+    """One line per question. When a batch fails, its questions are asked one by one: only the bad one is lost."""
     try:
         return _ask(model, tokenizer, method, batch, options)
-    except Exception as error:  # noqa: BLE001  whatever one item does, the others must still run
+    except Exception as error:  # whatever one item does, the others must still run
         if len(batch) == 1:
-            return [{"prediction": None, "score": None, "exact": None, "seconds": None, "notes": [], "error": f"{type(error).__name__}: {error}"}]
+            return [_failed(error)]
     return [_answers(model, tokenizer, method, [question], options)[0] for question in batch]
+
+
+def _questions(
+    model: Any, tokenizer: Any, tasks: Sequence[Task], chat: bool, seed: int, limit: int | None
+) -> list[_Question]:
+    """Every item of every task with its token ids counted and hashed; refused when one does not fit the model."""
+    questions = []
+    for task in tasks:
+        for item in spread(task.items(tokenizer, chat, seed), limit):
+            ids = encode_prompt(tokenizer, item.prompt, chat)
+            check_length(model, len(ids), item.max_new_tokens, f"prompt {item.item} of {task.name}")
+            questions.append(_Question(task, item, len(ids), hash_ids(ids)))
+    if not questions:
+        raise TaskError("the tasks hold no items.")
+    return questions
+
+
+def _batches(waiting: Sequence[_Question], batch_size: int) -> Iterator[Sequence[_Question]]:
+    """Batches of one task each."""
+    for _, group in itertools.groupby(waiting, key=lambda question: id(question.task)):
+        questions = list(group)
+        for start in range(0, len(questions), batch_size):
+            yield questions[start : start + batch_size]
 
 
 def evaluate(
@@ -173,8 +226,8 @@ def evaluate(
         on_progress: called after every batch.
 
     Raises:
-        KVFoundryError: everything that can be known before the first prompt: bad methods, prompts that do not fit, no items, an output
-            folder that cannot be used or resumed.
+        KVFoundryError: everything that can be known before the first prompt: bad methods, prompts that do not fit, no
+            items, an output folder that cannot be used or resumed.
     """
     if limit is not None and limit < 1:
         raise TaskError(f"limit {limit} leaves no items; give at least 1.")
@@ -184,14 +237,7 @@ def evaluate(
     for arm in arms:
         kvfoundry.KVCache(model, arm)  # refuses a method that this model cannot serve before any prompt runs
     chat = resolve_chat(tokenizer, chat)
-    questions = []
-    for task in tasks:
-        for item in spread(task.items(tokenizer, chat, seed), limit):
-            ids = encode_prompt(tokenizer, item.prompt, chat)
-            check_length(model, len(ids), item.max_new_tokens, f"prompt {item.item} of {task.name}")
-            questions.append(_Question(task, item, len(ids), hash_ids(ids)))
-    if not questions:
-        raise TaskError("the tasks hold no items.")
+    questions = _questions(model, tokenizer, tasks, chat, seed, limit)
     settings = {
         **(arguments or {}),
         "tasks": [{"task": task.name, **task.settings()} for task in tasks],
@@ -210,34 +256,33 @@ def evaluate(
         "chat": chat,
     }
     meta: dict[str, Any] = {
-        "versions": _versions(), "git_commit": _git_commit(), "machine": _machine(model), "command": sys.argv[1:], "arguments": settings,
-    }  # fmt: skip
+        "versions": _versions(),
+        "git_commit": _git_commit(),
+        "machine": _machine(model),
+        "command": sys.argv[1:],
+        "arguments": settings,
+    }
     with ResultsFolder(out, settings, resume) as folder:
         folder.write_json(META, meta)
         total, began, fresh = len(arms) * len(questions), time.perf_counter(), 0
         for arm in arms:
-            for task in tasks:
-                waiting = [
-                    question
-                    for question in questions
-                    if question.task is task and (task.name, question.item.item, str(arm)) not in folder.finished
-                ]
-                for start in range(0, len(waiting), batch_size):
-                    batch = waiting[start : start + batch_size]
-                    for question, answer in zip(batch, _answers(model, tokenizer, arm, batch, options), strict=True):
-                        identity = {
-                            "task": task.name, "item": question.item.item, "method": str(arm), "seed": seed, **question.item.cell,
-                            "prompt_tokens": question.prompt_tokens, "prompt_hash": question.prompt_hash,
-                            "references": list(question.item.references),
-                        }  # fmt: skip
-                        folder.append(identity | answer)
-                    fresh += len(batch)
-                    if on_progress:
-                        done = len(folder.finished)
-                        left = (time.perf_counter() - began) / fresh * (total - done)
-                        on_progress(Progress(done, total, str(arm), left))
+            waiting = [
+                question
+                for question in questions
+                if (question.task.name, question.item.item, str(arm)) not in folder.finished
+            ]
+            for batch in _batches(waiting, batch_size):
+                for question, answer in zip(batch, _answers(model, tokenizer, arm, batch, options), strict=True):
+                    folder.append(question.identity(str(arm), seed) | answer)
+                fresh += len(batch)
+                if on_progress:
+                    done = len(folder.finished)
+                    left = (time.perf_counter() - began) / fresh * (total - done)
+                    on_progress(Progress(done, total, str(arm), left))
         rows = summarise(folder.lines)
-        folder.write_json(META, meta | {"arms": _arms_record(model, folder.lines, shared), "shared_prompts": shared_prompts(folder.lines)})
+        meta["arms"] = _arms_record(model, folder.lines, shared)
+        meta["shared_prompts"] = shared_prompts(folder.lines)
+        folder.write_json(META, meta)
         folder.write_json(SUMMARY, {"rows": rows})
         report = folder.write_report(render_report(folder.lines))
-        return Outcome(rows, sum(row["failed"] for row in rows), report)
+    return Outcome(rows, sum(row["failed"] for row in rows), report)

@@ -46,6 +46,4 @@ def grid(lines: Iterable[Line]) -> dict[tuple[float, int], float]:
 
 def shared_prompts(lines: Iterable[Line]) -> bool:
     """True when every item was put to every method as the same token ids (design law 10)."""
-    return all(
-        len({line["prompt_hash"] for line in group}) == 1 for group in group_by(lines, "task", "item").values()
-    )
+    return all(len({line["prompt_hash"] for line in group}) == 1 for group in group_by(lines, "task", "item").values())

@@ -19,7 +19,7 @@ class Item:
         item: name of the item, unique inside its task and the same in every run with the same settings.
         prompt: user text, before any chat template.
         references: the answers; a task decides in `score` whether one or all are needed.
-        cell: where the item stands in the task's grid, for example {"length": 2048, "depth": 50.0}; goes into the results.
+        cell: where the item stands in the task's grid, such as {"length": 2048, "depth": 50.0}; goes into the results.
     """
 
     item: str

@@ -52,7 +52,9 @@ class NeedleKind:
         pool = [str(rng.randint(10**6, 10**7 - 1)) for _ in range(2 * count)] if self.answers is None else self.answers
         free = [answer for answer in dict.fromkeys(pool) if not is_taken(answer)]
         if not keys or len(free) < count:
-            raise TaskError("the haystack already holds the needles' own words; use another --kind or another --haystack.")
+            raise TaskError(
+                "the haystack already holds the needles' own words; use another --kind or another --haystack."
+            )
         key = rng.choice(keys)
         answers = tuple(rng.sample(free, count))
         question = self.question if count == 1 else self.question_many
@@ -66,11 +68,12 @@ class NeedleKind:
 KINDS = {
     "word": NeedleKind(
         summary="one word",
-        sentence="Remember this: the code word of {key} is {answer}.",
-        question="What is the code word of {key}?",
-        question_many="What are the {count} code words of {key}?",
+        sentence="Remember this: the mayor of {key} keeps a {answer} as a pet.",
+        question="What animal does the mayor of {key} keep as a pet?",
+        question_many="Which {count} animals does the mayor of {key} keep as pets?",
         answers=(
-            "elephant", "violin", "diamond", "tornado", "pyramid", "volcano", "galaxy", "penguin", "rocket", "tiger", "piano", "umbrella",
+            "elephant", "penguin", "tiger", "dolphin", "parrot", "camel", "rabbit", "giraffe", "turtle", "monkey",
+            "zebra", "kangaroo",
         ),
     ),
     "phrase": NeedleKind(
@@ -79,8 +82,8 @@ KINDS = {
         question="What is the best thing to do in {key}?",
         question_many="What are the {count} best things to do in {key}?",
         answers=(
-            "ride the red tram", "feed the hungry penguins", "eat a fresh mango", "drink strong mint tea", "rent a yellow bicycle",
-            "climb the glass tower", "dance in the rain", "visit the diamond museum",
+            "ride the red tram", "feed the hungry penguins", "eat a fresh mango", "drink strong mint tea",
+            "rent a yellow bicycle", "climb the glass tower", "dance in the rain", "visit the diamond museum",
         ),
     ),
     "digits": NeedleKind(

@@ -1,8 +1,9 @@
 """Needle in a haystack: one or several facts hidden in a long text, asked for at the end.
 
-The grid is length x depth. A length is the whole prompt in the model's own tokens, chat template and question included; a
-depth of 0 puts the needle before the text and 100 right before the question. Source of the form: G. Kamradt, "Needle In
-A Haystack - pressure testing LLMs" (2023); several needles as in RULER (Hsieh et al., 2024, arXiv:2404.06654), multi-value.
+The grid is length x depth. A length is the whole prompt in the model's own tokens, chat template and question included;
+a depth of 0 puts the needle before the text and 100 right before the question. Source of the form: G. Kamradt, "Needle
+In A Haystack - pressure testing LLMs" (2023); several needles as in RULER's multi-value task (Hsieh et al., 2024,
+arXiv:2404.06654).
 """
 
 import itertools
@@ -47,7 +48,9 @@ def insert_at_depths(sentences: Sequence[str], sizes: Sequence[int], needles: Se
     slots: dict[int, list[str]] = {}
     for depth, needle in needles:
         target = boundaries[-1] * depth / 100
-        slots.setdefault(min(range(len(boundaries)), key=lambda index: abs(boundaries[index] - target)), []).append(" " + needle)
+        slots.setdefault(min(range(len(boundaries)), key=lambda index: abs(boundaries[index] - target)), []).append(
+            " " + needle
+        )
     pieces: list[str] = []
     for index in range(len(boundaries)):
         pieces += slots.get(index, [])
@@ -181,12 +184,19 @@ class _Builder:
             prompt = prompt_of(head, tail)
         if head + tail == 0:
             raise TaskError(
-                f"length {length} is too short: question, needle and chat template alone take {fixed} tokens; raise --lengths."
+                f"length {length} is too short: question, needle and chat template alone take {fixed} tokens; "
+                "raise --lengths."
             )
         return Item(
             item=f"{self.task.kind}-n{self.task.needles}-L{length}-D{depth:g}-{repeat}",
             prompt=prompt,
             references=needle.answers,
             max_new_tokens=self.task.max_new_tokens * self.task.needles,
-            cell={"kind": self.task.kind, "needles": self.task.needles, "length": length, "depth": depth, "repeat": repeat},
+            cell={
+                "kind": self.task.kind,
+                "needles": self.task.needles,
+                "length": length,
+                "depth": depth,
+                "repeat": repeat,
+            },
         )
