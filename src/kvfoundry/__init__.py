@@ -14,6 +14,7 @@ _EXPORTS = {
     "Method": "method",
     "attach": "attention",
     "generate": "generation",
+    "prefill": "generation",
     "load": "models",
     "methods": "methods",
     "KVFoundryError": "errors",
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
     from kvfoundry.cache import KVCache as KVCache
     from kvfoundry.errors import KVFoundryError as KVFoundryError
     from kvfoundry.generation import generate as generate
+    from kvfoundry.generation import prefill as prefill
     from kvfoundry.method import Method as Method
-    from kvfoundry.registry import entries as methods
     from kvfoundry.models import load as load
+    from kvfoundry.registry import entries
+
+    methods = entries
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """The two registrations with transformers, and `attach`, which selects them for one model.
 
-Registering happens on the first attach, not on import. Under our attention a plain transformers cache, or none, works as
-before: same backend, same mask.
+Registering happens on the first attach, not on import. Under our attention a plain transformers cache, or none, works
+as before: same backend, same mask.
 """
 
 from __future__ import annotations
@@ -161,8 +161,10 @@ def _configs(model: PreTrainedModel) -> list[Any]:
 def _check_family(model: PreTrainedModel) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(_not_served(model, "is an encoder-decoder"))
-    if not model._can_set_attn_implementation() or not getattr(model, "_supports_attention_backend", True):
+    if not model._can_set_attn_implementation():
         raise UnsupportedModelError(_not_served(model, "does not go through transformers' attention interface"))
+    if not model._supports_default_dynamic_cache():
+        raise UnsupportedModelError(_not_served(model, "brings a cache class of its own"))
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(_not_served(model, "shares keys and values between layers by itself"))

@@ -15,7 +15,8 @@ from kvfoundry.errors import CacheStateError, UnsupportedModelError
 from kvfoundry.kernels.attention import backend
 from kvfoundry.layer import CacheLayer, Prompt, storage_bytes
 from kvfoundry.method import Method
-from kvfoundry.visibility import WindowRule
+from kvfoundry.rope import Rope
+from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
 # Layers that hold a recurrent state, or nothing, instead of rows: transformers' own classes serve them.
 _STATE_LAYERS = ("linear_attention", "conv", "dummy", "mamba", "moe", "mlp")
@@ -28,8 +29,8 @@ class KVCache(Cache):
         model.generate(**inputs, past_key_values=cache)
 
     model: any decoder whose family goes through transformers' attention interface; it is attached (see
-    `kvfoundry.attach`). method: a spec string, a Method, or None for the full cache. Sliding-window layers keep their own
-    rule and linear-attention layers their state; the method acts on the full-attention layers.
+    `kvfoundry.attach`). method: a spec string, a Method, or None for the full cache. Sliding-window layers keep their
+    own rule and linear-attention layers their state; the method acts on the full-attention layers.
     Raises SpecError or UnsupportedModelError before anything is computed.
     """
 
@@ -54,10 +55,6 @@ class KVCache(Cache):
             raise CacheStateError("expect_prompt comes before the first token; reset() or fork() the cache.")
         self.prompt.tokens = tokens
 
-    def extend_prompt(self, tokens: int) -> None:
-        """Announce `tokens` further columns of prompt after what was seen, for example a question on a stored document."""
-        self.prompt.tokens = self.seen_tokens + tokens
-
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model. Refuses to go on from a forward pass that was interrupted halfway."""
         layer = self.layers[layer_idx]
@@ -65,7 +62,10 @@ class KVCache(Cache):
             first = self.attention_layers[0]
             if layer is first:
                 if any(other.seen != first.seen or other._pending for other in self.attention_layers):
-                    raise CacheStateError("an earlier forward pass was interrupted; call reset() on this cache.")
+                    raise CacheStateError(
+                        "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
+                        "call reset() on this cache before using it again."
+                    )
                 self._note_peak()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -144,6 +144,16 @@ class KVCache(Cache):
         self._peak = 0
 
 
+def _slot_rope(model: PreTrainedModel, layer_idx: int, family: str) -> Rope:
+    rope = Rope.of(model, layer_idx)
+    if rope.depends_on_length:
+        raise UnsupportedModelError(
+            f"{family}: its RoPE frequencies depend on the length of the text, so rows cannot stream through slot "
+            "positions; use positions='original'."
+        )
+    return rope
+
+
 def _layers(model: PreTrainedModel, method: Method, prompt: Prompt) -> list[Any]:
     family = family_of(model)
     kernel = backend(backend_of(model))
@@ -158,7 +168,7 @@ def _layers(model: PreTrainedModel, method: Method, prompt: Prompt) -> list[Any]
             layers.append(stock)
             continue
         if kind == "full_attention":
-            rule = WindowRule()
+            rule = WHOLE_PAST
         elif kind == "sliding_attention":
             rule = WindowRule(sliding=kwargs["sliding_window"])
         elif kind == "chunked_attention":
@@ -174,6 +184,7 @@ def _layers(model: PreTrainedModel, method: Method, prompt: Prompt) -> list[Any]
                 kernel=kernel,
                 family=family,
                 prompt=prompt,
+                rope=_slot_rope(model, i, family) if method.slot_positions and i in full else None,
             )
         )
     if not any(isinstance(layer, CacheLayer) for layer in layers):

@@ -81,13 +81,38 @@ def generate(
     size = batch_size or max(1, len(texts))
     for start in range(0, len(texts), size):
         ids, mask = encode(tokenizer, texts[start : start + size], chat=chat, continued=cache is not None)
-        _check_lengths(model, mask, max_new_tokens, cache)
+        if not (method.slot_positions and prefill_chunk is not None):  # such a stream has no end
+            _check_lengths(model, mask, max_new_tokens, cache)
         results += _generate_batch(
             model, tokenizer, ids.to(model.device), mask.to(model.device), method, max_new_tokens,
             cache, prefill_chunk, streamer, generation_config, options,
         )  # fmt: skip
     answers = results if details else [result.text for result in results]
     return answers[0] if single and len(answers) == 1 else answers
+
+
+@torch.inference_mode()
+def prefill(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    document: str,
+    method: str | Method | None = None,
+    *,
+    prefill_chunk: int | None = None,
+) -> KVCache:
+    """The cache of a document, to be asked many times: `generate(..., question, cache=cache.fork())`.
+
+    The method acts on the document alone, before any question is known; questions then add their own rows.
+    prefill_chunk as in `generate`. Raises DataError for an empty document or one longer than the model's limit.
+    """
+    ids, mask = encode(tokenizer, [document], chat=False)
+    cache = KVCache(model, method)
+    if not cache.method.slot_positions:
+        _check_lengths(model, mask, 0, cache)
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    cache.expect_prompt(ids.shape[1])
+    _feed(model, ids, mask, cache, prefill_chunk or ids.shape[1], keep_last=False)
+    return cache
 
 
 def encode(
@@ -124,8 +149,7 @@ def _encode_one(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, conti
 def _check_lengths(model: PreTrainedModel, mask: Tensor, max_new_tokens: int, cache: KVCache | None) -> None:
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     longest = int(mask.sum(dim=1).max()) + (cache.seen_tokens if cache is not None else 0)
-    streams = cache is not None and cache.method.slot_positions
-    if isinstance(limit, int) and longest + max_new_tokens > limit and not streams:
+    if isinstance(limit, int) and longest + max_new_tokens > limit:
         raise DataError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's limit of {limit} "
             "positions; shorten the prompt (eval tasks cut its middle) or lower max_new_tokens."
@@ -169,7 +193,6 @@ def _generate_batch(
     cache = KVCache(model, method) if cache is None else cache
     past = cache.seen_tokens
     if past:
-        cache.extend_prompt(ids.shape[1])
         # transformers cuts the ids of the whole text down to what the cache has not seen; the cut part is never read.
         ids = torch.cat([ids.new_zeros(ids.shape[0], past), ids], dim=1)
         mask = torch.cat([mask.new_ones(mask.shape[0], past), mask], dim=1)
@@ -178,8 +201,9 @@ def _generate_batch(
     if prefill_chunk is not None:
         _feed(model, ids, mask, cache, prefill_chunk)
     clock = _Clock(cache, ids.device)
-    criteria = StoppingCriteriaList([clock, *(options.pop("stopping_criteria", None) or [])])
-    output = model.generate(
+    criteria = StoppingCriteriaList([clock, *(options.get("stopping_criteria") or [])])
+    options = {name: value for name, value in options.items() if name != "stopping_criteria"}
+    output = model.generate(  # type: ignore[operator]
         ids,
         attention_mask=mask,
         past_key_values=cache,
@@ -202,7 +226,7 @@ def _generate_batch(
         prompt_tokens = int(mask[i // per_prompt].sum())
         results.append(
             Generation(
-                text=tokenizer.decode(tokens, skip_special_tokens=True),
+                text=str(tokenizer.decode(tokens, skip_special_tokens=True)),
                 token_ids=tokens,
                 prompt_tokens=prompt_tokens,
                 new_tokens=len(tokens),
@@ -220,11 +244,13 @@ def _generate_batch(
     return results
 
 
-def _feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: KVCache, chunk: int) -> None:
-    """All of the prompt but its last piece, which `generate` takes together with the first new token."""
+def _feed(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: KVCache, chunk: int, *, keep_last: bool = True
+) -> None:
+    """The prompt in pieces; with keep_last all but the last one, which `generate` takes with the first new token."""
     start = cache.seen_tokens
-    while ids.shape[1] - start > chunk:
-        stop = start + chunk
+    while ids.shape[1] - start > (chunk if keep_last else 0):
+        stop = min(start + chunk, ids.shape[1])
         positions = (mask[:, :stop].cumsum(dim=1) - 1).clamp(min=0)[:, start:stop]
         model(
             ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions,
@@ -250,7 +276,7 @@ def _until_stop(
 
 
 def full_cache_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """Bytes of keys and values that a full cache of `tokens` tokens would hold in the model's dtype, windows included."""
+    """Bytes of keys and values that a full cache of `tokens` tokens holds in the model's dtype, windows included."""
     from kvfoundry import compat
 
     config = model.config.get_text_config(decoder=True)

@@ -1,7 +1,7 @@
 """One layer of the cache: the life of its rows.
 
-transformers calls `update` with the new keys and values, then the attention function with whatever `update` returned. Ours
-returns the layer itself, so that everything meets in `attend`: query, new rows, stored rows, mask, scaling.
+transformers calls `update` with the new keys and values, then the attention function with whatever `update` returned.
+Ours returns the layer itself, so that everything meets in `attend`: query, new rows, stored rows, mask, scaling.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from kvfoundry.layouts import DenseRows, Layout
 from kvfoundry.layouts.base import Reading
 from kvfoundry.method import Method
 from kvfoundry.prompt_mask import PromptMask
+from kvfoundry.rope import Rope
 from kvfoundry.selection.evict import evict
 from kvfoundry.selection.evidence import Evidence
-from kvfoundry.visibility import WindowRule
+from kvfoundry.slots import Sinks
+from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
 # A window layer keeps this many tokens more than its window, so that speculative decoding can take tokens back.
 ROLLBACK = 64
 
 # What a model would touch if it handled the returned key itself instead of passing it on.
-_TENSOR_NAMES = frozenset(
-    "shape size dim transpose permute view reshape to dtype contiguous expand unsqueeze squeeze float half "
-    "bfloat16 chunk split flatten unflatten repeat_interleave mT T matmul mean sum".split()
-)
+_TENSOR_NAMES = {
+    *("shape", "size", "dim", "dtype", "to", "float", "half", "bfloat16", "contiguous", "view", "reshape", "flatten"),
+    *("transpose", "permute", "mT", "T", "expand", "unsqueeze", "squeeze", "chunk", "split", "unflatten"),
+    *("repeat", "repeat_interleave", "matmul", "mean", "sum"),
+}
 
 
 @dataclass
@@ -44,8 +47,8 @@ class Prompt:
 class CacheLayer(CacheLayerMixin):
     """Rows of one attention layer under one method.
 
-    A full-attention layer follows the method; a window layer (`rule` with a span) keeps its own rule and never loses a row
-    that its window still reaches.
+    A full-attention layer follows the method; a window layer (`rule` with a span) keeps its own rule and never loses a
+    row that its window still reaches.
     """
 
     is_compileable = False
@@ -57,10 +60,11 @@ class CacheLayer(CacheLayerMixin):
         *,
         layer_idx: int = 0,
         num_layers: int = 1,
-        rule: WindowRule = WindowRule(),
+        rule: WindowRule = WHOLE_PAST,
         kernel: AttentionKernel | None = None,
         family: str = "the model",
         prompt: Prompt | None = None,
+        rope: Rope | None = None,
     ):
         self.method = method
         self.layer_idx, self.num_layers = layer_idx, num_layers
@@ -68,6 +72,7 @@ class CacheLayer(CacheLayerMixin):
         self.kernel = kernel or backend("sdpa")
         self.family = family
         self.prompt = prompt or Prompt()
+        self.rope = rope
         self._clear()
 
     def _clear(self) -> None:
@@ -78,6 +83,7 @@ class CacheLayer(CacheLayerMixin):
         self._budget: Tensor | None = None
         self._since_eviction = 0
         self._window: tuple[Tensor, Tensor] | None = None
+        self._sinks: Sinks | None = None
         self._pending: tuple[Tensor, Tensor] | None = None
         self.is_initialized = False
         self.peak_nbytes = 0
@@ -107,7 +113,7 @@ class CacheLayer(CacheLayerMixin):
         if self._pending is not None:
             raise UnsupportedModelError(
                 f"{self.family}: layer {self.layer_idx} stored keys but never attended through kvfoundry's attention "
-                "function; call KVCache(model, ...) or kvfoundry.attach(model) on this model, or its family is not served."
+                "function; attach it again with kvfoundry.attach(model), or its family is not served."
             )
         self._pending = (key_states, value_states)
         return self, self
@@ -131,7 +137,12 @@ class CacheLayer(CacheLayerMixin):
     # One call.
 
     def step(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, scaling: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        scaling: float | None = None,
     ) -> Tensor:
         """Feed one call by hand: [batch, heads, tokens, dim] tensors as attention sees them; output like query.
 
@@ -155,11 +166,13 @@ class CacheLayer(CacheLayerMixin):
     ) -> Tensor:
         """Store the pending rows, attend over all rows, then let the method act.
 
-        query: [batch, query_heads, tokens, head_dim]. Returns [batch, query_heads, tokens, value_dim]; zeros for padding.
+        query: [batch, query_heads, tokens, head_dim]. Returns [batch, query_heads, tokens, value_dim], zeros for
+        padding.
         """
         if self._pending is None:
             raise UnsupportedModelError(
-                f"{self.family}: layer {self.layer_idx} attends to keys that another layer stored; shared KV is not served."
+                f"{self.family}: layer {self.layer_idx} attends to keys that another layer stored; "
+                "shared keys and values are not served."
             )
         (keys, values), self._pending = self._pending, None
         if not self.is_initialized:
@@ -194,7 +207,7 @@ class CacheLayer(CacheLayerMixin):
         return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
 
     def _enter(self, columns: int) -> bool:
-        """Whether this call still belongs to the prompt. The first call is the whole prompt unless announced otherwise."""
+        """Whether this call belongs to the prompt. The first call is the whole prompt unless announced otherwise."""
         if self.prompt.tokens is None:
             self.prompt.tokens = columns
         return self.seen < self.prompt.tokens
@@ -255,10 +268,24 @@ class CacheLayer(CacheLayerMixin):
             assert budget is not None
             kept = evict(method, self.rows, evidence, budget)
             if kept is not self.rows:
+                self._take_sinks()
                 self.rows, self.rows_lost_at = kept, self.seen
+                if self._sinks is not None:
+                    self.rows = self._sinks.moved_into(self.rows, self.real)
         if not acts_later:
             self._window = None
             self.rows = self.rows.with_columns({})
+
+    def _take_sinks(self) -> None:
+        """Before the first row goes, set the sinks aside as they were computed."""
+        if not self.method.slot_positions or self._sinks is not None:
+            return
+        if self.rope is None:
+            raise CacheStateError(
+                f"{self.method}: slot positions need the model's RoPE; use it through KVCache(model)."
+            )
+        assert self.rows is not None
+        self._sinks = Sinks.taken_from(self.rows, self.method.protect.sinks, self.rope)
 
     def _remember_window(self, query: Tensor, positions: Tensor, *, keep: bool) -> None:
         """Hold the last queries of every sequence, as many as the score asks for."""
@@ -307,6 +334,8 @@ class CacheLayer(CacheLayerMixin):
             yield from self.rows.tensors()
         if self._window is not None:
             yield from self._window
+        if self._sinks is not None:
+            yield self._sinks.keys
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -365,8 +394,14 @@ class CacheLayer(CacheLayerMixin):
             raise CacheStateError(f"cannot take back {removed} tokens: they reach into the padding of a batch row.")
         real = self.real - removed
         view = self.rows.view()
-        kept = ((view.head_positions >= 0) & (view.head_positions < real.to(view.keys.device)[:, None, None])).sum(-1).cpu()
-        if self.rule.span is not None and bool((kept < torch.minimum(real, torch.tensor(self.rule.span - 1))[:, None]).any()):
+        kept = (
+            ((view.head_positions >= 0) & (view.head_positions < real.to(view.keys.device)[:, None, None]))
+            .sum(-1)
+            .cpu()
+        )
+        if self.rule.span is not None and bool(
+            (kept < torch.minimum(real, torch.tensor(self.rule.span - 1))[:, None]).any()
+        ):
             raise CacheStateError(
                 f"cannot take back {removed} tokens: a window layer keeps only {ROLLBACK} tokens beyond its window."
             )
@@ -390,6 +425,7 @@ class CacheLayer(CacheLayerMixin):
         host = indices.cpu()
         self.real = self.real[host]
         self._budget = None if self._budget is None else self._budget[host]
+        self._sinks = None if self._sinks is None else self._sinks.selected(indices)
         if self._window is not None:
             device_indices = indices.to(self._window[0].device)
             self._window = (self._window[0][device_indices], self._window[1][device_indices])
@@ -404,7 +440,9 @@ class CacheLayer(CacheLayerMixin):
             kernel=self.kernel,
             family=self.family,
             prompt=prompt,
+            rope=self.rope,
         )
+        twin._sinks = self._sinks
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
         twin._budget, twin._since_eviction, twin._window = self._budget, self._since_eviction, self._window

@@ -1,8 +1,8 @@
 """The mask of one forward pass, kept symbolic on its way through the model.
 
 transformers asks a registered mask function for a mask and hands whatever it returns, untouched, to the attention
-function. Ours returns a `PromptMask`: our layers read the 2D padding mask from it, and for a plain transformers cache the
-usual 4D mask is built on demand.
+function. Ours returns a `PromptMask`: our layers read the 2D padding mask from it, and for a plain transformers cache
+the usual 4D mask is built on demand.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class PromptMask:
         """Positions of this call's tokens.
 
         queries: tokens in the call, padding included; seen: columns before it; real: [batch] real tokens before it, on
-        the CPU. The same answer serves every layer of the forward pass. Raises CacheStateError when the 2D mask does not
-        cover exactly the columns seen so far and the new ones.
+        the CPU. The same answer serves every layer of the forward pass. Raises CacheStateError when the 2D mask does
+        not cover exactly the columns seen so far and the new ones.
         """
         key = (queries, seen, *real.tolist())
         if key not in self._tokens:

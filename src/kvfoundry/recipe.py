@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvfoundry.errors import SpecError, unknown_name
-from kvfoundry.method import Call, Method, Piece
+from kvfoundry.method import Call, Method
 from kvfoundry.registry import REQUIRED, MethodInfo, entry
 
 # Axes that a method only suggests: a piece of that name may refine them.
@@ -20,9 +20,9 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
     if not any(info.kind == "method" for info, _ in entered):
         names = "+".join(info.name for info, _ in entered)
         raise SpecError(f"{names} only refines a method; add one, for example snapkv(budget=256)+{names}.")
-    names = [info.name for info, _ in entered]
-    for name in names:
-        if names.count(name) > 1:
+    given = [info.name for info, _ in entered]
+    for name in given:
+        if given.count(name) > 1:
             raise SpecError(f"{name} is given twice in one recipe.")
     # Methods first, so that refinements find something to refine whatever the order in the spec.
     order = sorted(range(len(entered)), key=lambda i: entered[i][0].kind != "method")
@@ -69,4 +69,3 @@ def _complete(info: MethodInfo, arguments: dict[str, Any]) -> Call:
     filled = tuple((name, arguments.get(name, default)) for name, default in info.parameters.items())
     defaults = tuple((name, default) for name, default in info.parameters.items() if default is not REQUIRED)
     return Call(info.name, filled, defaults)
-

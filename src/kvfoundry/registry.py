@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal
 
@@ -68,11 +68,10 @@ def register(
 
 def _with_common(function: Callable[..., Piece]) -> Callable[..., Piece]:
     def build(*, granularity: str = "kv_head", group: str = "mean", **own: Any) -> Piece:
-        from dataclasses import replace
-
-        for key, value in (("granularity", granularity), ("group", group)):
+        common: dict[str, Any] = {"granularity": granularity, "group": group}
+        for key, value in common.items():
             choice(key, value, _COMMON[key][1])
-        return replace(function(**own), granularity=granularity, group=group)
+        return replace(function(**own), **common)
 
     build.__module__ = function.__module__
     return build

@@ -42,6 +42,9 @@ class WindowRule:
         return seen
 
 
+WHOLE_PAST = WindowRule()
+
+
 @dataclass(frozen=True)
 class Visibility:
     """The mask of one attention call, kept symbolic so that kernels build it block by block.
@@ -56,7 +59,7 @@ class Visibility:
     query_positions: Tensor
     key_positions: Tensor
     pattern: Pattern
-    rule: WindowRule = WindowRule()
+    rule: WindowRule = WHOLE_PAST
     unread_distance: int | None = None
 
     def block(self, start: int, stop: int) -> Tensor:

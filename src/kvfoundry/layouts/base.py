@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfoundry.kernels.attention import AttentionKernel
-from kvfoundry.visibility import Visibility, WindowRule
+from kvfoundry.visibility import WHOLE_PAST, Pattern, Visibility, WindowRule
 
 # Statistics that travel with the rows: name -> [batch, heads, rows] per stored head, or [batch, heads, rows, groups]
 # with one entry per query head.
@@ -101,6 +101,10 @@ class Layout(ABC):
         """The same rows with these statistics ([batch, heads, rows, ...] rectangles as in `view`)."""
 
     @abstractmethod
+    def with_first_keys(self, keys: Tensor) -> Layout:
+        """The same rows with the keys of the first slots exchanged: [batch, heads, slots, head_dim]."""
+
+    @abstractmethod
     def expanded_heads(self, groups: int) -> Layout:
         """Every head repeated `groups` times, for methods that keep one set per query head."""
 
@@ -129,7 +133,7 @@ class Reading:
     scaling: float
     softcap: float | None = None
     sinks: Tensor | None = None
-    rule: WindowRule = WindowRule()
+    rule: WindowRule = WHOLE_PAST
     unread_distance: int | None = None
 
     def visibility(self, query_positions: Tensor, key_positions: Tensor, *, own: bool, complete: bool) -> Visibility:
@@ -139,6 +143,7 @@ class Reading:
         """
         queries, rows = query_positions.shape[1], key_positions.shape[2]
         reaches_all = self.rule.span is None or rows <= self.rule.span
+        pattern: Pattern
         if self.rule.chunked is not None or self.unread_distance is not None:
             pattern = "masked"
         elif own and reaches_all and queries > 1:

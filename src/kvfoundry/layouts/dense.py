@@ -26,7 +26,9 @@ def _padded(tensor: Tensor, capacity: int, fill: float = 0) -> Tensor:
 class DenseRows(Layout):
     """Rows at the front of each head's slots; `lengths` says how many. Equal lengths need no masks."""
 
-    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor, columns: Columns | None = None):
+    def __init__(
+        self, keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor, columns: Columns | None = None
+    ):
         self._keys, self._values, self._positions = keys, values, positions
         self._lengths = lengths
         self._columns = columns or {}
@@ -144,6 +146,14 @@ class DenseRows(Layout):
         self._columns = columns
         return self
 
+    def with_first_keys(self, keys: Tensor) -> DenseRows:
+        self._reserve(self._rows)
+        width = min(keys.shape[2], self._rows)
+        present = torch.arange(width) < self._lengths[..., None]
+        target = self._keys[:, :, :width]
+        target.copy_(torch.where(present[..., None].to(keys.device), keys[:, :, :width], target))
+        return self
+
     def expanded_heads(self, groups: int) -> DenseRows:
         view = self.view()
         # One row of positions serves all heads until heads keep different rows.
@@ -166,9 +176,7 @@ class DenseRows(Layout):
 
     def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
         view = self.view()
-        visibility = reading.visibility(
-            query_positions, view.positions, own=self._own_tokens, complete=self._even
-        )
+        visibility = reading.visibility(query_positions, view.positions, own=self._own_tokens, complete=self._even)
         return reading.kernel(
             query,
             view.keys,

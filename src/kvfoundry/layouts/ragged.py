@@ -102,9 +102,7 @@ class RaggedRows(Layout):
         self._capacities, self._starts, self._shared = capacities, starts, False
 
     def truncated(self, lengths: Tensor) -> RaggedRows:
-        result = RaggedRows(
-            self._keys, self._values, self._positions, lengths, self._capacities, dict(self._columns)
-        )
+        result = RaggedRows(self._keys, self._values, self._positions, lengths, self._capacities, dict(self._columns))
         result._shared = self._shared
         return result
 
@@ -125,6 +123,13 @@ class RaggedRows(Layout):
             buffer = rectangle.new_zeros((self._keys.shape[0], *rectangle.shape[3:]))
             buffer[flat] = rectangle[present >= 0]
             self._columns[name] = buffer
+        return self
+
+    def with_first_keys(self, keys: Tensor) -> RaggedRows:
+        self._reserve(self._lengths)
+        slots = self._slots(self._lengths.clamp(max=keys.shape[2]))
+        present = slots >= 0
+        self._keys[slots[present]] = keys[:, :, : slots.shape[2]][present]
         return self
 
     def expanded_heads(self, groups: int) -> RaggedRows:

@@ -14,8 +14,8 @@ from kvfoundry.selection.scores.key_norm import KeyNorm
 def l2norm(budget: Amount, skip_layers: int = 2) -> Piece:
     """Keep the rows with the smallest key norms; needs no query, so it also suits stored passages.
 
-    score(j) = -||k_j||. The first `skip_layers` layers keep everything, as in the paper: the budget is that of the other
-    layers. kvpress' Knorm is skip_layers=0.
+    score(j) = -||k_j||. The first `skip_layers` layers keep everything, as in the paper: the budget is that of the
+    other layers. kvpress' Knorm is skip_layers=0.
     """
     checked_amount(budget)
     whole("skip_layers", skip_layers)

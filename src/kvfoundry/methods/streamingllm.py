@@ -23,9 +23,9 @@ def streamingllm(budget: Amount, sinks: int = 4, positions: str = "original") ->
 
     keep(i) = i < sinks or i >= seen - (budget - sinks), the same for every head.
 
-    positions: "original" leaves every key at the position it was computed for, as KVCache-Factory and kvpress do. "slot"
-    is the paper's form: attention sees consecutive positions, so the sinks move along in front of the window and no
-    distance ever exceeds the budget; a model can then stream past its trained length.
+    positions: "original" leaves every key at the position it was computed for, as KVCache-Factory and kvpress do.
+    "slot" is the paper's form: attention sees consecutive positions, so the sinks move along in front of the window and
+    no distance ever exceeds the budget; a model can then stream past its trained length.
     """
     checked_amount(budget)
     whole("sinks", sinks)

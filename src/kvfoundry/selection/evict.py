@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor) -> Layout:
-    """The layout after an eviction down to `rows` ([batch] per head on average); the same object when nothing had to go.
+    """The layout after an eviction down to `rows` ([batch] per head on average); itself when nothing had to go.
 
     `evidence.rows` must be the view of `layout`.
     """

@@ -22,7 +22,7 @@ def attention_weights(
 ) -> Tensor:
     """Softmax weights of every query over every row.
 
-    query: [batch, query_heads, queries, head_dim]; key: [batch, heads, rows, head_dim], query_heads a multiple of heads.
+    query: [batch, query_heads, queries, head_dim]; key: [batch, heads, rows, head_dim]; heads divides query_heads.
     seen: boolean [batch, heads or 1, queries, rows], None when every query sees every row.
     sinks: [query_heads] logits of the attention sink that takes weight without a row (GPT-OSS), or None.
     Returns [batch, query_heads, queries, rows] in float32.

@@ -26,7 +26,7 @@ class AccumulatedAttention(Score):
 
     def observe(self, evidence: Evidence) -> Columns:
         rows = evidence.rows
-        batch, query_heads, count = evidence.column_sums.shape
+        batch, _, count = evidence.column_sums.shape
         # Per query head: group reductions other than the sum do not commute with accumulation.
         received = evidence.column_sums.view(batch, rows.keys.shape[1], evidence.groups, count).transpose(2, 3)
         earlier = rows.columns.get(_COLUMN)

@@ -8,6 +8,7 @@ from kvfoundry.selection.evidence import Evidence
 from kvfoundry.selection.pooling import Pooling, pooled
 from kvfoundry.selection.scores.base import Score
 
+
 @dataclass(frozen=True)
 class WindowAttention(Score):
     """Sum over the last `queries` queries of their attention, group reduction, then pooling over `kernel` neighbours.
@@ -28,4 +29,3 @@ class WindowAttention(Score):
         scores = evidence.reduced(evidence.window_attention.sum(dim=2))
         before_window = evidence.rows.valid & (evidence.ages() > self.queries)
         return pooled(scores, before_window, self.kernel, self.pooling)
-
