@@ -20,21 +20,8 @@ from kvfoundry.evaluate.prompts import encode_prompt
 from kvfoundry.evaluate.tasks.needles import KINDS, NeedleKind
 from kvfoundry.evaluate.tasks.niah import FRAME, NeedleTask
 
-OBJECTS = KINDS["word"].answers
-ANIMALS = (
-    "elephant",
-    "penguin",
-    "tiger",
-    "dolphin",
-    "parrot",
-    "camel",
-    "rabbit",
-    "giraffe",
-    "turtle",
-    "monkey",
-    "zebra",
-    "kangaroo",
-)
+ANIMALS = KINDS["word"].answers
+OBJECTS = ("violin", "diamond", "tornado", "pyramid", "volcano", "galaxy", "rocket", "piano", "umbrella", "tiger")
 
 
 def tried(sentence: str, question: str, answers: tuple[str, ...] | None) -> NeedleKind:
@@ -47,10 +34,8 @@ TRIED = {
         sentence="Remember this: the mayor of {key} likes to {answer} on Sundays.",
         question="What does the mayor of {key} like to do on Sundays?",
     ),
-    "word, pet": tried(
-        "Remember this: the mayor of {key} keeps a {answer} as a pet.",
-        "What animal does the mayor of {key} keep as a pet?",
-        ANIMALS,
+    "word, code word": tried(
+        "Remember this: the code word of {key} is {answer}.", "What is the code word of {key}?", OBJECTS
     ),
     "word, favourite animal": tried(
         "Remember this: the favourite animal of the mayor of {key} is the {answer}.",

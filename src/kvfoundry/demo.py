@@ -43,7 +43,8 @@ def document_questions(
     kind = KINDS["word"]
     cities = rng.sample(CITIES, questions)
     answers = rng.sample(kind.answers or (), questions)
-    sentences, sizes = [], []
+    sentences: list[str] = []
+    sizes: list[int] = []
     for sentence in generated_sentences(f"document {seed}"):
         if sum(sizes) >= tokens:
             break

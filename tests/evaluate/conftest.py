@@ -12,8 +12,10 @@ from kvfoundry.evaluate.metrics import words_of
 from kvfoundry.evaluate.tasks.haystack import generated_sentences
 from kvfoundry.evaluate.tasks.needles import CITIES, KINDS
 
-CHAT_TEMPLATE = "{% for message in messages %}[user] {{ message['content'] }} [end] {% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}[user] {{ message['content'] }} [end] {% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
 
 
 @pytest.fixture(scope="session")

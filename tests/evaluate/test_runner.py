@@ -15,7 +15,8 @@ from kvfoundry.evaluate.tasks.niah import NeedleTask
 
 FIELDS = {
     "task", "item", "method", "seed", "prompt_tokens", "prediction", "references", "score", "exact",
-    "stored_bytes", "kept_rows", "kept_share", "peak_bytes", "full_bytes", "ttft_seconds", "ms_per_token", "seconds", "notes",
+    "stored_bytes", "kept_rows", "kept_share", "peak_bytes", "full_bytes", "ttft_seconds",
+    "ms_per_token", "seconds", "notes",
 }  # fmt: skip
 TASK = NeedleTask(lengths=(120, 200), depths=(0.0, 100.0), max_new_tokens=3)
 TIMES = ("ttft_seconds", "ms_per_token", "seconds")

@@ -45,10 +45,11 @@ def progress_bar(shown: bool) -> "Iterator[Callable[[Progress], None] | None]":
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
-    bar = Progress(*columns, console=Console(stderr=True))
+    bar = Bar(*columns, console=Console(stderr=True))
     running = bar.add_task("", total=None, left="")
 
     def show(state: "Progress") -> None:

@@ -90,11 +90,7 @@ def compare_reuse(
     forked[0] += time.perf_counter() - began
     for ids, answers in zip(encoded, references, strict=True):
         began = time.perf_counter()
-        fork = document.fork()
-        fork.extend_prompt(
-            len(ids) - shared
-        )  # the question is prompt, not decode: the method may act once more after it
-        from_fork = _answer(model, tokenizer, ids, fork, max_new_tokens)
+        from_fork = _answer(model, tokenizer, ids, document.fork(), max_new_tokens)
         forked[0] += time.perf_counter() - began
         began = time.perf_counter()
         from_scratch = _answer(model, tokenizer, ids, kvfoundry.KVCache(model, method), max_new_tokens)
