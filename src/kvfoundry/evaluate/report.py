@@ -25,13 +25,16 @@ h1 { font-size: 1.6rem; margin: 0 0 4px; } h2 { font-size: 1.15rem; margin: 36px
 p { margin: 6px 0; max-width: 75ch; } .quiet { color: #556270; font-size: .9rem; }
 .scroll { overflow-x: auto; background: #fff; border: 1px solid #dde3e9; border-radius: 8px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 8px 12px; text-align: right; white-space: nowrap; border-bottom: 1px solid #eaeef2; }
-th { font-size: .82rem; font-weight: 600; color: #556270; vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; } tr:last-child td { border-bottom: 0; }
-code { font: .9em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+th, td { padding: 8px 12px; text-align: right; white-space: nowrap; border-bottom: 1px solid #eaeef2;
+  vertical-align: baseline; }
+th { font-size: .82rem; font-weight: 600; color: #556270; }
+th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 9.5rem; }
+tr:last-child td { border-bottom: 0; }
+code { overflow-wrap: anywhere; font: .9em ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .bar { display: block; height: 4px; margin-top: 3px; border-radius: 2px; background: #e3eaf1; }
 .bar i { display: block; height: 4px; border-radius: 2px; background: #2f7fb8; }
-.maps { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 16px; }
+.maps { display: grid; margin-top: 12px; gap: 16px;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); }
 figure { margin: 0; padding: 12px; background: #fff; border: 1px solid #dde3e9; border-radius: 8px; overflow-x: auto; }
 figcaption { font-size: .88rem; margin-bottom: 6px; overflow-wrap: anywhere; }
 svg { display: block; max-width: 100%; height: auto; }
@@ -59,13 +62,13 @@ def _number(value: float | None, pattern: str, scale: float = 1.0) -> str:
 def heat_map(scores: dict[tuple[float, int], float]) -> str:
     """SVG of mean scores; columns are lengths, rows depths, an unmeasured cell is left blank."""
     depths, lengths = sorted({depth for depth, _ in scores}), sorted({length for _, length in scores})
-    left, top, width, height = 58, 8, max(46, min(84, 260 // len(lengths))), 30
+    left, top, width, height = 80, 4, max(46, min(110, 220 // len(lengths))), 30
     right, bottom = left + width * len(lengths), top + height * len(depths)
     box = f'width="{width - 2}" height="{height - 2}" rx="3" stroke="#c8d3dd" stroke-width=".6"'
     parts = []
     for row, depth in enumerate(depths):
         y = top + row * height
-        parts.append(f'<text x="{left - 26}" y="{y + 20}">{depth:g} %</text>')
+        parts.append(f'<text x="{left - 8}" y="{y + 19}" style="text-anchor:end">{depth:g} %</text>')
         for column, length in enumerate(lengths):
             x, score = left + column * width, scores.get((depth, length))
             if score is None:
@@ -79,9 +82,9 @@ def heat_map(scores: dict[tuple[float, int], float]) -> str:
             )
     for column, length in enumerate(lengths):
         parts.append(f'<text x="{left + column * width + width / 2 - 1:g}" y="{bottom + 16}">{length}</text>')
-    parts.append(f'<text x="{max((left + right) / 2, left + 46):g}" y="{bottom + 35}">prompt length (tokens)</text>')
+    parts.append(f'<text x="{max((left + right) / 2, left + 70):g}" y="{bottom + 35}">prompt length (tokens)</text>')
     parts.append(f'<text transform="translate(12 {(top + bottom) / 2:g}) rotate(-90)">depth</text>')
-    total_width, total_height = max(right, left + 130) + 6, bottom + 42
+    total_width, total_height = max(right, left + 140) + 6, bottom + 42
     return (
         f'<svg role="img" aria-label="score by depth and length" width="{total_width}" height="{total_height}" '
         f'viewBox="0 0 {total_width} {total_height}">{"".join(parts)}</svg>'
@@ -94,7 +97,7 @@ def _legend() -> str:
         '<svg role="img" aria-label="colour scale from 0 to 1" width="260" height="40" viewBox="0 0 260 40">'
         f'<defs><linearGradient id="ramp">{stops}</linearGradient></defs>'
         '<rect x="8" y="2" width="240" height="14" rx="3" fill="url(#ramp)" stroke="#c8d3dd" stroke-width=".6"/>'
-        '<text x="26" y="33">0 lost</text><text x="208" y="33">1 recovered</text></svg>'
+        '<text x="26" y="33">0 lost</text><text x="212" y="33">1 recovered</text></svg>'
     )
 
 
@@ -149,7 +152,7 @@ def _failures(lines: Sequence[Line]) -> str:
         f"<li><code>{escape(line['method'])}</code>, {escape(line['item'])}: {escape(line['error'])}</li>"
         for line in failed[:10]
     )
-    return f'<div class="warn"><p>{len(failed)} items failed and are in no average:</p><ul>{shown}</ul></div>'
+    return f'<div class="warn"><p>Failed items, in no average: {len(failed)}.</p><ul>{shown}</ul></div>'
 
 
 def render_report(lines: Sequence[Line]) -> str:
