@@ -22,7 +22,7 @@ def line(method="fullkv", depth=0.0, length=128, score=1.0, **more):
 class Strict(HTMLParser):
     """Fails on tags that are not closed in order."""
 
-    VOID = frozenset({"meta", "rect", "stop", "br"})
+    VOID = frozenset({"meta", "rect", "stop", "br", "wbr"})
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def parsed(html):
     parser = Strict()
     parser.feed(html)
     assert parser.open == []
-    return " ".join(parser.text)
+    return "".join(parser.text)
 
 
 def test_page_is_well_formed_offline_and_escaped():

@@ -125,7 +125,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         )
         failed = f" (+{row['failed']} failed)" if row["failed"] else ""
         body.append(
-            f"<tr><td><code>{escape(row['method'])}</code></td><td>{row['items']}{failed}</td>"
+            f"<tr><td><code>{_breakable(row['method'])}</code></td><td>{row['items']}{failed}</td>"
             f'<td>{_number(row["score"], ".2f")}<span class="bar"><i style="width:{score:.0%}"></i></span></td>'
             f"<td>{_number(row['exact'], '.2f')}</td><td>{_number(row['stored_bytes'], '.2f', MIB)}</td>"
             f"<td>{_number(of_full, '.1%')}</td>"
@@ -133,6 +133,11 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
             f"<td>{_number(row['ms_per_token'], '.1f')}</td><td>{_number(row['ttft_seconds'], '.2f')}</td></tr>"
         )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+
+
+def _breakable(spec: str) -> str:
+    """A spec that a narrow column breaks before its parameters and pieces, not inside a word."""
+    return escape(spec).replace("(", "(<wbr>").replace("+", "<wbr>+")
 
 
 def _notes(rows: Sequence[dict[str, Any]]) -> str:
