@@ -208,7 +208,7 @@ def test_nothing_is_left_on_the_model(name: str) -> None:
     rope = Rope.of(model)
     keys = torch.randn(1, 2, 3, 16)
     rope.move(keys, rows(0, count=3)[:, None], rows(500, count=3)[:, None], length=3, to_length=600)
-    assert {key: value for key, value in model.named_buffers()}.keys() == before.keys()
+    assert dict(model.named_buffers()).keys() == before.keys()
     assert all(torch.equal(value, before[key]) for key, value in model.named_buffers())
     after = {k: v for k, v in vars(model.model.rotary_emb).items() if not k.startswith("_")}
     assert str(after) == str(attributes)

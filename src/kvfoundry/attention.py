@@ -22,6 +22,10 @@ from kvfoundry.prompt_mask import PromptMask, prompt_mask
 
 NAME = "kvfoundry"
 
+# Families whose recurrent layers read what attention left in padded columns, so that a padded row has no right answer
+# (measured by benchmarks/families.py; other recurrent families mask those columns).
+_LEAKS_PADDING = {"recurrent_gemma"}
+
 # Backend of prompt attention by the id of the config that a module carries; configs are not hashable.
 _backend_of: dict[int, str] = {}
 
@@ -47,7 +51,7 @@ def attention(
             )
         if kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
             raise UnsupportedModelError(f"{family}: attention with a position bias or without causality is not served.")
-        output = key.attend(query, attention_mask, scaling=scaling, softcap=softcap, sinks=sinks)
+        output = key.attend(query, attention_mask, scaling=scaling, softcap=softcap, sinks=sinks, module=module)
         return output.transpose(1, 2).contiguous(), None
     return _plain(module, query, key, value, attention_mask, dropout, scaling, softcap, sinks, kwargs), None
 
@@ -163,8 +167,10 @@ def _check_family(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(_not_served(model, "is an encoder-decoder"))
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(_not_served(model, "does not go through transformers' attention interface"))
-    if not model._supports_default_dynamic_cache():
+    if not model._supports_default_dynamic_cache():  # type: ignore[operator]
         raise UnsupportedModelError(_not_served(model, "brings a cache class of its own"))
+    if model.config.model_type in _LEAKS_PADDING:
+        raise UnsupportedModelError(_not_served(model, "lets padding run through its recurrent layers"))
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(_not_served(model, "shares keys and values between layers by itself"))

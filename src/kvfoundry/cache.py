@@ -144,12 +144,14 @@ class KVCache(Cache):
         self._peak = 0
 
 
-def _slot_rope(model: PreTrainedModel, layer_idx: int, family: str) -> Rope:
+def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None:
+    if not method.slot_positions and not (method.score is not None and method.score.needs_rope):
+        return None
     rope = Rope.of(model, layer_idx)
-    if rope.depends_on_length:
+    if method.slot_positions and rope.depends_on_length:
         raise UnsupportedModelError(
-            f"{family}: its RoPE frequencies depend on the length of the text, so rows cannot stream through slot "
-            "positions; use positions='original'."
+            f"{family_of(model)}: its RoPE frequencies depend on the length of the text, so rows cannot stream through "
+            "slot positions; use positions='original'."
         )
     return rope
 
@@ -184,7 +186,7 @@ def _layers(model: PreTrainedModel, method: Method, prompt: Prompt) -> list[Any]
                 kernel=kernel,
                 family=family,
                 prompt=prompt,
-                rope=_slot_rope(model, i, family) if method.slot_positions and i in full else None,
+                rope=_rope(model, i, method) if i in full else None,
             )
         )
     if not any(isinstance(layer, CacheLayer) for layer in layers):

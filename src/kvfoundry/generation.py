@@ -165,7 +165,7 @@ class _Clock(StoppingCriteria):
         self.stored = self.peak = 0
         self.kept_rows = self.kept_share = 0.0
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         if not self.times:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)

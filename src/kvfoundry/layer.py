@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
@@ -91,7 +91,7 @@ class CacheLayer(CacheLayerMixin):
     # The extension points of transformers.
 
     @property
-    def is_sliding(self) -> bool:  # type: ignore[override]
+    def is_sliding(self) -> bool:
         """Whether transformers should build the window mask from this layer."""
         return self.rule.span is not None
 
@@ -163,6 +163,7 @@ class CacheLayer(CacheLayerMixin):
         scaling: float | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        module: nn.Module | None = None,
     ) -> Tensor:
         """Store the pending rows, attend over all rows, then let the method act.
 
@@ -201,7 +202,7 @@ class CacheLayer(CacheLayerMixin):
         self.seen += columns
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         if self.evicts:
-            self._apply(query, tokens.positions, reading, own=own, in_prompt=in_prompt, columns=columns)
+            self._apply(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
         elif self.rule.span is not None:
             self._leave_window(columns)
         return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
@@ -225,7 +226,15 @@ class CacheLayer(CacheLayerMixin):
         self.rows = self.rows.append(keys, values, positions, counts, last_position)
 
     def _apply(
-        self, query: Tensor, positions: Tensor, reading: Reading, *, own: bool, in_prompt: bool, columns: int
+        self,
+        query: Tensor,
+        positions: Tensor,
+        reading: Reading,
+        module: nn.Module | None,
+        *,
+        own: bool,
+        in_prompt: bool,
+        columns: int,
     ) -> None:
         """Observe, and evict when the schedule says so."""
         method, schedule = self.method, self.method.schedule
@@ -255,6 +264,8 @@ class CacheLayer(CacheLayerMixin):
             self.layer_idx,
             self.num_layers,
             method.group,
+            self.rope,
+            module,
         )
         if method.score.accumulates:
             columns_now = method.score.observe(evidence)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from kvfoundry.errors import SpecError
+from kvfoundry.merging import Disposal
 from kvfoundry.selection.budgets import HeadBudget, LayerBudget, UniformHeads
 from kvfoundry.selection.evidence import Group
 from kvfoundry.selection.protect import Protect
@@ -53,6 +54,7 @@ class Piece:
     score: Score | None = None
     budget: LayerBudget | None = None
     heads: HeadBudget | None = None
+    dispose: Disposal | None = None
     protect: Protect | None = None
     schedule: Schedule | None = None
     granularity: Granularity | None = None
@@ -78,6 +80,7 @@ class Method:
     score: Score | None = field(default=None, compare=False)
     budget: LayerBudget | None = field(default=None, compare=False)
     heads: HeadBudget = field(default=UniformHeads(), compare=False)
+    dispose: Disposal | None = field(default=None, compare=False)
     protect: Protect = field(default=Protect(), compare=False)
     schedule: Schedule = field(default=Schedule(), compare=False)
     granularity: Granularity = field(default="kv_head", compare=False)

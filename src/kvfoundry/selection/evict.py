@@ -10,7 +10,7 @@ from torch import Tensor
 from kvfoundry.layouts import keep_rows
 from kvfoundry.layouts.base import Layout
 from kvfoundry.selection.evidence import Evidence
-from kvfoundry.selection.keep import top_slots
+from kvfoundry.selection.keep import kept_mask, top_slots
 
 if TYPE_CHECKING:
     from kvfoundry.method import Method
@@ -34,4 +34,6 @@ def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor) -> L
     scores = method.score(evidence)
     counts = method.heads.allocate(scores, view, rows, protected)
     slots = top_slots(scores, view, counts, protected)
-    return keep_rows(layout, slots, counts)
+    if method.dispose is not None:
+        view = method.dispose(view, kept_mask(slots, view))
+    return keep_rows(view, slots, counts)

@@ -7,11 +7,12 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvfoundry.kernels.attention.naive import attention_weights
 from kvfoundry.kernels.column_sums import column_sums
 from kvfoundry.layouts.base import Reading, RowsView
+from kvfoundry.rope import Rope
 from kvfoundry.visibility import Visibility
 
 Group = Literal["mean", "max", "sum"]
@@ -27,6 +28,8 @@ class Evidence:
     rows: the stored rows, the newest included. reading: scaling, soft-cap, sinks and window rule of the model.
     own: the rows are exactly the queries' tokens (a prompt in one piece).
     seen: real tokens per batch row so far, on the CPU. layer_idx, num_layers: place among the layers that evict.
+    rope: the layer's rotary embedding when the score asks for it. module: the model's attention module, None when the
+        tensors were fed by hand.
     """
 
     query: Tensor
@@ -40,6 +43,8 @@ class Evidence:
     layer_idx: int
     num_layers: int
     group: Group = "mean"
+    rope: Rope | None = None
+    module: nn.Module | None = None
 
     @property
     def groups(self) -> int:

@@ -25,3 +25,11 @@ def top_slots(scores: Tensor, view: RowsView, counts: Tensor, protected: Tensor)
     beyond = scores.shape[-1]
     slots = order[..., :width].masked_fill(~taken, beyond).sort(dim=-1).values
     return slots.masked_fill(slots == beyond, -1)
+
+
+def kept_mask(slots: Tensor, view: RowsView) -> Tensor:
+    """Boolean [batch, heads, rows]: True for the rows at `slots` (-1 entries are ignored)."""
+    kept = torch.zeros(view.keys.shape[:3], dtype=torch.bool, device=slots.device)
+    # Absent slots write to a column behind the rows, which is cut off again.
+    wide = torch.cat([kept, kept[..., :1]], dim=-1)
+    return wide.scatter(-1, slots.masked_fill(slots < 0, kept.shape[-1]), True)[..., :-1]

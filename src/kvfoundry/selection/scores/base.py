@@ -21,6 +21,11 @@ class Score(ABC):
         """True when `observe` must see every call, not only those after which rows are evicted."""
         return False
 
+    @property
+    def needs_rope(self) -> bool:
+        """True when the score rotates keys or queries itself: `evidence.rope` is then the layer's embedding."""
+        return False
+
     def observe(self, evidence: Evidence) -> Columns:
         """Statistics to store with the rows after a call ([batch, heads, rows, ...]); read back from `rows.columns`."""
         return {}
