@@ -16,7 +16,7 @@ from kvfoundry.evaluate.results import write_text
 from kvfoundry.evaluate.reuse import ReuseResult, compare_reuse
 from kvfoundry.evaluate.runner import Outcome, Progress, evaluate
 from kvfoundry.evaluate.tasks.haystack import generated_sentences
-from kvfoundry.evaluate.tasks.needles import CITIES, KINDS
+from kvfoundry.evaluate.tasks.needles import KINDS
 from kvfoundry.evaluate.tasks.niah import FRAME, NeedleTask, insert_at_depths
 
 METHODS = ("fullkv", "streamingllm", "snapkv", "h2o", "tova")
@@ -35,14 +35,13 @@ class DemoResult:
     reuse: list[ReuseResult]
 
 
-def document_questions(
-    tokenizer: Any, questions: int, tokens: int, seed: int
-) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Prompts about one generated document of about `tokens` tokens, each asking for another fact; and the answers."""
+def document_questions(tokenizer: Any, tokens: int, seed: int) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Prompts about one generated document of about `tokens` tokens, each asking for another fact; and the answers.
+
+    One fact of each needle kind: several of one kind would measure how well a small model tells them apart.
+    """
     rng = random.Random(f"document {seed}")
-    kind = KINDS["word"]
-    cities = rng.sample(CITIES, questions)
-    answers = rng.sample(kind.answers or (), questions)
+    facts = [kind.draw(rng, 1, is_taken=lambda word: False) for kind in KINDS.values()]
     sentences: list[str] = []
     sizes: list[int] = []
     for sentence in generated_sentences(f"document {seed}"):
@@ -50,11 +49,10 @@ def document_questions(
             break
         sentences.append(sentence)
         sizes.append(len(tokenizer(sentence, add_special_tokens=False)["input_ids"]))
-    facts = [kind.sentence.format(key=city, answer=answer) for city, answer in zip(cities, answers, strict=True)]
-    depths = [100 * (number + 1) / (questions + 1) for number in range(questions)]
-    context = insert_at_depths(sentences, sizes, list(zip(depths, facts, strict=True)))
-    prompts = [FRAME.format(context=context, question=kind.question.format(key=city)) for city in cities]
-    return prompts, [(answer,) for answer in answers]
+    depths = [100 * number / (len(facts) + 1) for number in range(1, len(facts) + 1)]
+    placed = [(depth, fact.sentences[0]) for depth, fact in zip(depths, facts, strict=True)]
+    context = insert_at_depths(sentences, sizes, placed)
+    return [FRAME.format(context=context, question=fact.question) for fact in facts], [fact.answers for fact in facts]
 
 
 def run_demo(
@@ -65,13 +63,12 @@ def run_demo(
     seed: int = 0,
     tasks: tuple[NeedleTask, ...] = TASKS,
     document_tokens: int = 1500,
-    questions: int = 4,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> DemoResult:
     """Run both parts and write the results folder `out`; the second part goes to `reuse.json` there."""
     outcome = evaluate(model, tokenizer, tasks, METHODS, out=out, budgets=BUDGETS, seed=seed, on_progress=on_progress)
     chat = resolve_chat(tokenizer, None)
-    prompts, answers = document_questions(tokenizer, questions, document_tokens, seed)
+    prompts, answers = document_questions(tokenizer, document_tokens, seed)
     method = kvfoundry.Method.parse("fullkv")
     reuse = [compare_reuse(model, tokenizer, method, prompts, answers, chat=chat)]
     write_text(out / "reuse.json", json.dumps([asdict(result) for result in reuse], indent=1) + "\n")

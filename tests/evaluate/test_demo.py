@@ -13,18 +13,18 @@ from kvfoundry.evaluate.tasks.niah import NeedleTask
 
 def test_demo_compares_four_methods_at_two_budgets(model, tokenizer, tmp_path):
     tasks = (NeedleTask(lengths=(300,), depths=(50.0,), max_new_tokens=2),)
-    result = run_demo(model, tokenizer, tmp_path, tasks=tasks, document_tokens=120, questions=2)
+    result = run_demo(model, tokenizer, tmp_path, tasks=tasks, document_tokens=120)
     methods = {line["method"] for line in read_lines(tmp_path / RESULTS)}
     assert len(METHODS) >= 5 and len(methods) == 1 + (len(METHODS) - 1) * len(BUDGETS)
     assert result.outcome.failed == 0 and (tmp_path / REPORT).exists()
-    assert json.loads((tmp_path / "reuse.json").read_text())[0]["questions"] == 2
+    assert json.loads((tmp_path / "reuse.json").read_text())[0]["questions"] == 3
     assert (
         result.reuse[0].same_answers == 2
     )  # the full cache forgets nothing, so a fork answers as a fresh reading does
 
 
 def test_questions_share_their_document_and_ask_different_things(tokenizer):
-    prompts, answers = document_questions(tokenizer, questions=3, tokens=200, seed=0)
+    prompts, answers = document_questions(tokenizer, tokens=200, seed=0)
     assert len(set(prompts)) == 3 and len({answer for (answer,) in answers}) == 3
     encoded = [encode_prompt(tokenizer, prompt, True) for prompt in prompts]
     assert common_prefix(encoded) > 200
@@ -35,7 +35,7 @@ def test_questions_share_their_document_and_ask_different_things(tokenizer):
 
 @pytest.mark.parametrize("method", ["fullkv", "snapkv(budget=40, window=8)", "h2o(budget=40, window=8)"])
 def test_a_fork_leaves_the_document_as_it_was(model, tokenizer, method):
-    prompts, answers = document_questions(tokenizer, questions=2, tokens=120, seed=1)
+    prompts, answers = document_questions(tokenizer, tokens=120, seed=1)
     once = compare_reuse(model, tokenizer, method, prompts, answers, chat=True, max_new_tokens=4)
     swapped = compare_reuse(model, tokenizer, method, prompts[::-1], answers[::-1], chat=True, max_new_tokens=4)
     assert once.stored_bytes == swapped.stored_bytes

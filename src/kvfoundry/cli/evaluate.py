@@ -72,13 +72,14 @@ def progress_bar(shown: bool) -> "Iterator[Callable[[Progress], None] | None]":
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     """The summary rows as a table on stdout."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(header_style="bold")
-    table.add_column("method", overflow="fold")
-    for heading in ("items", "score", "exact", "stored MiB", "kept", "ms/token", "first token s"):
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("method", overflow="fold", min_width=24)
+    for heading in ("items", "score", "exact", "stored\nMiB", "kept", "ms per\ntoken", "first\ntoken s"):
         table.add_column(heading, justify="right")
     for row in rows:
         numbers = [

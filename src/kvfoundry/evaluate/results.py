@@ -35,8 +35,8 @@ def write_text(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes it private; a report is there to be read
-        os.replace(temporary, path)
+        Path(temporary).chmod(0o644)  # mkstemp makes it private; a report is there to be read
+        Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
