@@ -71,9 +71,10 @@ KINDS = {
         sentence="Remember this: the mayor of {key} keeps a {answer} as a pet.",
         question="What animal does the mayor of {key} keep as a pet?",
         question_many="Which {count} animals does the mayor of {key} keep as pets?",
+        # consonants first: "keeps a elephant" was answered with a lion
         answers=(
-            "elephant", "penguin", "tiger", "dolphin", "parrot", "camel", "rabbit", "giraffe", "turtle", "monkey",
-            "zebra", "kangaroo",
+            "penguin", "tiger", "dolphin", "parrot", "camel", "rabbit", "giraffe", "turtle", "monkey", "zebra",
+            "kangaroo", "panda",
         ),
     ),
     "phrase": NeedleKind(
