@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import kvfoundry
+from kvfoundry import compat
 from kvfoundry.evaluate.metrics import score_answers
 from kvfoundry.evaluate.prompts import check_length, encode_prompt
 
@@ -45,7 +46,7 @@ def _answer(model: Any, tokenizer: Any, ids: Sequence[int], cache: Any, max_new_
     output = model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
-        past_key_values=cache,
+        **{compat.CACHE_ARGUMENT: cache},
         max_new_tokens=max_new_tokens,
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
