@@ -60,12 +60,13 @@ class KVCache(Cache):
         layer = self.layers[layer_idx]
         if isinstance(layer, CacheLayer):
             first = self.attention_layers[0]
-            if layer is first:
-                if any(other.seen != first.seen or other.is_interrupted for other in self.attention_layers):
-                    raise CacheStateError(
-                        "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
-                        "call reset() on this cache before using it again."
-                    )
+            if layer is first and any(
+                other.seen != first.seen or other.is_interrupted for other in self.attention_layers
+            ):
+                raise CacheStateError(
+                    "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
+                    "call reset() on this cache before using it again."
+                )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
@@ -129,6 +130,18 @@ class KVCache(Cache):
 
     def _is_stateless(self) -> list[bool]:
         return [type(layer).__name__ == "DummyLayer" for layer in self.layers]
+
+    def activate_past_recording(self) -> None:
+        """Called by transformers before assisted or prompt-lookup decoding, which takes rejected tokens back.
+
+        Raises CacheStateError when the method drops rows.
+        """
+        if any(layer.evicts for layer in self.attention_layers):
+            raise CacheStateError(
+                f"assisted and prompt-lookup decoding take tokens back (crop), and {self.method} drops rows that this "
+                "needs; use fullkv, or decode without an assistant."
+            )
+        super().activate_past_recording()
 
     def reset(self) -> None:
         """Empty the cache; the memory is freed and the next call starts a new prompt."""

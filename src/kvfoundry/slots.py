@@ -34,7 +34,9 @@ class Sinks:
         if not bool(whole.any()):
             return self
         now = rows.view().keys[:, :, : self.keys.shape[2]]
-        return Sinks(torch.where(whole.to(now.device)[:, None, None, None], now, self._for_heads(now.shape[1])), self.rope)
+        return Sinks(
+            torch.where(whole.to(now.device)[:, None, None, None], now, self._for_heads(now.shape[1])), self.rope
+        )
 
     def moved_into(self, rows: Layout, seen: Tensor) -> Layout:
         """The layout with its sinks directly in front of the recent rows. seen: [batch] real tokens, on the CPU."""

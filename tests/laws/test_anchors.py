@@ -21,6 +21,7 @@ from kvfoundry.visibility import Visibility, WindowRule
 
 from .support import EVICTING, NAMES, forward_pieces, greedy, kept_positions, random_rows, small_spec
 
+
 @pytest.mark.parametrize("pieces", [[1] * 24, [24], [7, 1, 1, 10, 5]])
 @pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
 @pytest.mark.parametrize("group", ["mean", "max", "sum"])

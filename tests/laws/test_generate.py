@@ -158,7 +158,7 @@ def test_prompt_lookup_over_an_evicting_cache_is_refused(name, tiny_model, token
             ids, attention_mask=torch.ones_like(ids), past_key_values=kvfoundry.KVCache(model, small_spec(name)),
             max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=5, pad_token_id=0, streamer=Streamer(),
         )  # fmt: skip
-    assert sum(value.numel() for value in seen) <= ids.numel()
+    assert sum(value.numel() for value in seen) <= ids.numel()  # the prompt only
 
 
 def test_a_streamer_gets_every_token(tiny_model, tokenizer):
@@ -214,7 +214,9 @@ def test_questions_on_forks_of_a_document_do_not_disturb_each_other(name, tiny_m
     assert {i: ask(i) for i in (3, 1, 4, 0, 2)} == dict(enumerate(first))
     assert cache.nbytes == size and cache.seen_tokens == seen
     if name == "fullkv":
-        expected = [kvfoundry.generate(model, tokenizer, f"{document} {question}", max_new_tokens=6) for question in questions]
+        expected = [
+            kvfoundry.generate(model, tokenizer, f"{document} {question}", max_new_tokens=6) for question in questions
+        ]
         assert first == expected
 
 
@@ -259,13 +261,18 @@ def test_unequal_layers_and_heads_decode_on_both_backends(own_model, reference_m
         cache = kvfoundry.KVCache(model, method)
         tokens.append(greedy(model, cache, ids, steps=20))
         grown = 19
-        assert [layer.lengths[0].tolist() for layer in cache.layers] == [[28 + grown, 20 + grown], [12 + grown, 4 + grown]]
+        assert [layer.lengths[0].tolist() for layer in cache.layers] == [
+            [28 + grown, 20 + grown],
+            [12 + grown, 4 + grown],
+        ]
     assert torch.equal(*tokens)
     from .replay import Recorder
 
     assert QUERY_HEADS == 8
     model, sequence = own_model("llama"), random_ids(1, 52, seed=4)
     recorder = Recorder(model, kvfoundry.KVCache(model, method), 52)
-    found = [recorder.feed(sequence[:, start:stop]) for start, stop in ((0, 40), (40, 41), (41, 46), (46, 47), (47, 52))]
+    found = [
+        recorder.feed(sequence[:, start:stop]) for start, stop in ((0, 40), (40, 41), (41, 46), (46, 47), (47, 52))
+    ]
     expected = recorder.replayed(reference_model("llama"), sequence)
     assert float((torch.cat(found, dim=1) - expected).abs().max()) < 1e-4

@@ -31,7 +31,9 @@ class PlainRows:
                     head.append((keys[b, h, t], values[b, h, t], int(positions[b, t]), 0.0))
 
     def truncated(self, lengths: Tensor) -> PlainRows:
-        return PlainRows([[head[: int(lengths[b, h])] for h, head in enumerate(row)] for b, row in enumerate(self.rows)])
+        return PlainRows(
+            [[head[: int(lengths[b, h])] for h, head in enumerate(row)] for b, row in enumerate(self.rows)]
+        )
 
     def selected(self, indices: list[int]) -> PlainRows:
         return PlainRows([[list(head) for head in self.rows[i]] for i in indices])
@@ -72,7 +74,9 @@ def ragged_pair(layout: type, lengths: list[list[int]], seed: int = 0) -> tuple[
     batch = len(lengths)
     keys, values, positions = numbers(batch, 9, [0] * batch, seed)
     statistic = torch.rand(batch, HEADS, 9, generator=torch.Generator().manual_seed(seed))
-    whole = RowsView(keys, values, positions[:, None].to(torch.int16), torch.full((batch, HEADS), 9), {"statistic": statistic})
+    whole = RowsView(
+        keys, values, positions[:, None].to(torch.int16), torch.full((batch, HEADS), 9), {"statistic": statistic}
+    )
     counts = torch.tensor(lengths)
     slots = torch.full((batch, HEADS, int(counts.max())), -1)
     plain: list[list[list[tuple[Tensor, Tensor, int, float]]]] = []

@@ -232,7 +232,9 @@ def test_a_mask_that_hides_stored_tokens_later_is_refused(tiny_model):
 def test_a_ready_made_4d_mask_is_refused(tiny_model):
     model, ids = tiny_model("llama"), random_ids(1, 6)
     cache = kvfoundry.KVCache(model)
-    mask = torch.zeros(1, 1, 6, 6).masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), torch.finfo(torch.float32).min)
+    mask = torch.zeros(1, 1, 6, 6).masked_fill(
+        ~torch.ones(6, 6, dtype=torch.bool).tril(), torch.finfo(torch.float32).min
+    )
     with pytest.raises(UnsupportedModelError, match="2D attention_mask"):
         model(ids, mask, None, cache)
 
@@ -307,7 +309,13 @@ def test_crop_of_a_full_cache_forgets_exactly_those_tokens(family, tiny_model):
 def test_a_key_that_a_model_handles_itself_is_refused(tiny_model):
     cache = kvfoundry.KVCache(tiny_model("llama"))
     key, _ = cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
-    for touch in (lambda k: k.transpose(1, 2), lambda k: torch.cat([k, k]), lambda k: k[:, :1], lambda k: k.shape, lambda k: k @ k):
+    for touch in (
+        lambda k: k.transpose(1, 2),
+        lambda k: torch.cat([k, k]),
+        lambda k: k[:, :1],
+        lambda k: k.shape,
+        lambda k: k @ k,
+    ):
         with pytest.raises((UnsupportedModelError, TypeError)):
             touch(key)
 

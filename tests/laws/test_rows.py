@@ -133,7 +133,9 @@ def test_a_batch_of_nothing_but_equal_lengths_needs_no_mask(tiny_model):
         cache = kvfoundry.KVCache(model, small_spec(name))
         tokens = greedy(model, cache, ids)
         for row in range(3):
-            assert torch.equal(tokens[row], greedy(model, kvfoundry.KVCache(model, small_spec(name)), ids[row : row + 1])[0])
+            assert torch.equal(
+                tokens[row], greedy(model, kvfoundry.KVCache(model, small_spec(name)), ids[row : row + 1])[0]
+            )
 
 
 @pytest.mark.parametrize("budget", [12, 0.5])

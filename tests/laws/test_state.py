@@ -98,7 +98,10 @@ def test_an_interrupted_call_is_noticed_and_reset_leads_on(point, layer_idx, see
 def test_a_refused_call_leaves_the_cache_as_it_was(tiny_model):
     """A wrong mask is refused before anything is stored; the right call then goes on."""
     model, ids = tiny_model("llama"), random_ids(1, 44)
-    cache, whole = kvfoundry.KVCache(model, "snapkv(budget=12, window=4)"), kvfoundry.KVCache(model, "snapkv(budget=12, window=4)")
+    cache, whole = (
+        kvfoundry.KVCache(model, "snapkv(budget=12, window=4)"),
+        kvfoundry.KVCache(model, "snapkv(budget=12, window=4)"),
+    )
     forward_pieces(model, cache, ids[:, :40], [40])
     with pytest.raises(KVFoundryError, match="attention_mask covers 12"):
         model(ids[:, 40:], torch.ones(1, 12, dtype=torch.long), None, cache)
@@ -124,9 +127,7 @@ def test_nothing_is_left_on_the_model(family, own_model, reference_model):
     never = reference_model(family)
     assert torch.equal(forward_pieces(model, None, ids, [40]), forward_pieces(never, None, ids, [40]))
     plain, expected = DynamicCache(config=model.config), DynamicCache(config=never.config)
-    assert torch.equal(
-        forward_pieces(model, plain, ids, [30, 1, 9]), forward_pieces(never, expected, ids, [30, 1, 9])
-    )
+    assert torch.equal(forward_pieces(model, plain, ids, [30, 1, 9]), forward_pieces(never, expected, ids, [30, 1, 9]))
 
 
 def test_attach_restores_after_an_exception_and_when_nested(own_model):
@@ -188,7 +189,9 @@ def test_the_prompt_is_compressed_once_and_decode_grows_by_one(name, tiny_model)
         assert cache.layers[0].lengths.max() == most or (every and 64 <= int(cache.layers[0].lengths.max()) <= most)
     forward_pieces(model, cache, ids[:, 140:], [5])
     assert cache.seen_tokens == 145
-    assert int(cache.layers[0].lengths.max()) <= (145 if method.schedule.every is None else 64 + method.schedule.every - 1)
+    assert int(cache.layers[0].lengths.max()) <= (
+        145 if method.schedule.every is None else 64 + method.schedule.every - 1
+    )
 
 
 @pytest.mark.parametrize("name", EVICTING)
