@@ -28,9 +28,12 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
     order = sorted(range(len(entered)), key=lambda i: entered[i][0].kind != "method")
     axes: dict[str, Any] = {}
     claimed_by: dict[str, str] = {}
+    idle: list[str] = []
     for i in order:
         info, call = entered[i][0], completed[i]
         piece = info.build(**dict(call.arguments))
+        if info.kind == "method" and not piece.claimed():
+            idle.append(info.name)
         for axis in piece.claimed():
             value = getattr(piece, axis)
             refines = info.kind == "piece" and axis in _REFINABLE
@@ -40,6 +43,8 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
             axes[axis] = axes[axis] | value if axis == "protect" and axis in axes else value
             claimed_by[axis] = info.name
     method = Method(calls=tuple(completed), **axes)
+    if idle and method.evicts:
+        raise SpecError(f"{idle[0]} keeps every row, but {claimed_by['budget']} drops some; use one of them.")
     _check_budget(method)
     return method
 
@@ -50,8 +55,10 @@ def _check_budget(method: Method) -> None:
         if refining and not method.evicts:
             raise SpecError(f"{method.calls[0].name} drops no rows, so {' and '.join(refining)} has nothing to act on.")
         return
-    amount, protect = method.budget.amount, method.protect
-    if isinstance(amount, int) and amount < protect.sinks + protect.recent:
+    protect = method.protect
+    for amount in (method.budget.amount, method.schedule.cap):
+        if not isinstance(amount, int) or amount >= protect.sinks + protect.recent:
+            continue
         raise SpecError(
             f"{method}: a budget of {amount} rows cannot hold the rows that are always kept "
             f"({protect.sinks} first and {protect.recent} newest tokens); raise the budget or protect fewer."
