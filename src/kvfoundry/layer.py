@@ -22,7 +22,7 @@ from kvfoundry.method import Method
 from kvfoundry.prompt_mask import PromptMask
 from kvfoundry.rope import Rope
 from kvfoundry.selection.evict import evict
-from kvfoundry.selection.evidence import Evidence
+from kvfoundry.selection.evidence import Evidence, Summary
 from kvfoundry.slots import Sinks
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
@@ -84,6 +84,7 @@ class CacheLayer(CacheLayerMixin):
         self._since_eviction = 0
         self._window: tuple[Tensor, Tensor] | None = None
         self._sinks: Sinks | None = None
+        self._summary: Summary = {}
         self._pending: tuple[Tensor, Tensor] | None = None
         self.is_initialized = False
         self.peak_nbytes = 0
@@ -270,7 +271,8 @@ class CacheLayer(CacheLayerMixin):
         if method.score.accumulates:
             columns_now = method.score.observe(evidence)
             self.rows = self.rows.with_columns(columns_now)
-            evidence = replace(evidence, rows=replace(evidence.rows, columns=columns_now))
+            self._summary = method.score.summary(evidence, self._summary)
+            evidence = replace(evidence, rows=replace(evidence.rows, columns=columns_now), summary=self._summary)
         if due:
             self._since_eviction = 0
             budget = self._budget
@@ -284,7 +286,7 @@ class CacheLayer(CacheLayerMixin):
                 if self._sinks is not None:
                     self.rows = self._sinks.moved_into(self.rows, self.real)
         if not acts_later:
-            self._window = None
+            self._window, self._summary = None, {}
             self.rows = self.rows.with_columns({})
 
     def _take_sinks(self) -> None:
@@ -347,6 +349,7 @@ class CacheLayer(CacheLayerMixin):
             yield from self._window
         if self._sinks is not None:
             yield self._sinks.keys
+        yield from self._summary.values()
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -437,6 +440,7 @@ class CacheLayer(CacheLayerMixin):
         self.real = self.real[host]
         self._budget = None if self._budget is None else self._budget[host]
         self._sinks = None if self._sinks is None else self._sinks.selected(indices)
+        self._summary = {name: value[indices.to(value.device)] for name, value in self._summary.items()}
         if self._window is not None:
             device_indices = indices.to(self._window[0].device)
             self._window = (self._window[0][device_indices], self._window[1][device_indices])
@@ -453,7 +457,7 @@ class CacheLayer(CacheLayerMixin):
             prompt=prompt,
             rope=self.rope,
         )
-        twin._sinks = self._sinks
+        twin._sinks, twin._summary = self._sinks, self._summary
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
         twin._budget, twin._since_eviction, twin._window = self._budget, self._since_eviction, self._window
