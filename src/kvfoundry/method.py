@@ -19,8 +19,10 @@ from kvfoundry.merging import Disposal
 from kvfoundry.selection.budgets import HeadBudget, LayerBudget, UniformHeads
 from kvfoundry.selection.evidence import Group
 from kvfoundry.selection.protect import Protect
+from kvfoundry.selection.refine import Refinement
 from kvfoundry.selection.schedule import Schedule
 from kvfoundry.selection.scores import Score
+from kvfoundry.selection.units import Unit
 
 Granularity = Literal["kv_head", "query_head"]
 
@@ -54,6 +56,9 @@ class Piece:
     score: Score | None = None
     budget: LayerBudget | None = None
     heads: HeadBudget | None = None
+    unit: Unit | None = None
+    block: int | None = None
+    refine: Refinement | None = None
     dispose: Disposal | None = None
     protect: Protect | None = None
     schedule: Schedule | None = None
@@ -80,6 +85,9 @@ class Method:
     score: Score | None = field(default=None, compare=False)
     budget: LayerBudget | None = field(default=None, compare=False)
     heads: HeadBudget = field(default=UniformHeads(), compare=False)
+    unit: Unit | None = field(default=None, compare=False)
+    block: int | None = field(default=None, compare=False)
+    refine: Refinement | None = field(default=None, compare=False)
     dispose: Disposal | None = field(default=None, compare=False)
     protect: Protect = field(default=Protect(), compare=False)
     schedule: Schedule = field(default=Schedule(), compare=False)
@@ -149,8 +157,12 @@ class Method:
         query [batch, query_heads, tokens, head_dim], key and value [batch, heads, tokens, dim]: as attention sees them,
         keys after RoPE. attention_mask: [batch, tokens], 0 for padding. Returns the cache layer, with .keys, .values,
         .positions ([batch, heads, rows]), .lengths ([batch, heads]) and .nbytes; `layer.step(query, key, value)` goes
-        on from there in decode.
+        on from there in decode. Raises SpecError for a method that needs more of the model than these tensors.
         """
+        if self.score is not None and self.score.needs_rope:
+            raise SpecError(f"{self} needs the model's RoPE; use it through KVCache(model).")
+        if self.refine is not None and self.refine.needs_module:
+            raise SpecError(f"{self} needs the model's output projections; use it through KVCache(model).")
         from kvfoundry.layer import CacheLayer
 
         layer = CacheLayer(self, layer_idx=layer_idx, num_layers=num_layers)
