@@ -117,7 +117,8 @@ class KVCache(Cache):
         if not layers or any(layer.rows_lost_at for layer in layers):
             return []
         longest = max(int(layer.real.max()) for layer in layers if layer.real is not None)
-        if self.method.schedule.prefill == "never" and self.method.schedule.every is None:
+        schedule = self.method.schedule
+        if schedule.prefill == "never" and schedule.every is None and self.method.reconstructs is None:
             return [f"{self.method} dropped nothing: its schedule never acts."]
         return [f"{self.method} dropped nothing: {longest} tokens are within its budget."]
 

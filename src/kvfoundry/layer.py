@@ -6,7 +6,7 @@ Ours returns the layer itself, so that everything meets in `attend`: query, new 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,6 +73,8 @@ class CacheLayer(CacheLayerMixin):
         self.family = family
         self.prompt = prompt or Prompt()
         self.rope = rope
+        # Called in place of eviction while set; the rows of such a call are read and then forgotten.
+        self.watch: Callable[[CacheLayer, Tensor, Tensor, Reading, nn.Module | None], None] | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -85,6 +87,7 @@ class CacheLayer(CacheLayerMixin):
         self._window: tuple[Tensor, Tensor] | None = None
         self._sinks: Sinks | None = None
         self._summary: Summary = {}
+        self.reconstructed = False
         self._pending: tuple[Tensor, Tensor] | None = None
         self.is_initialized = False
         self.peak_nbytes = 0
@@ -195,13 +198,19 @@ class CacheLayer(CacheLayerMixin):
             self.method.unread_distance if self.seen else None,
         )
         in_prompt = self._enter(columns)
+        before = (None if self.rows is None else self.rows.lengths, self.real)
         own = self.rows is None
         self.real = self.real + (columns if tokens.counts is None else tokens.counts)
         self._store(keys, values, tokens.positions, tokens.counts)
         assert self.rows is not None
         output = self.rows.attend(query, tokens.positions, reading)
-        self.seen += columns
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        if self.watch is not None:
+            self.watch(self, query, tokens.positions, reading, module)
+            assert before[0] is not None
+            self.rows, self.real = self.rows.truncated(before[0]), before[1]
+            return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
+        self.seen += columns
         if self.evicts:
             self._apply(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
         elif self.rule.span is not None:
@@ -212,7 +221,32 @@ class CacheLayer(CacheLayerMixin):
         """Whether this call belongs to the prompt. The first call is the whole prompt unless announced otherwise."""
         if self.prompt.tokens is None:
             self.prompt.tokens = columns
-        return self.seen < self.prompt.tokens
+        in_prompt = self.seen < self.prompt.tokens
+        waits = self.method.reconstructs is not None and self.evicts and not self.reconstructed
+        if waits and not in_prompt and self.watch is None:
+            if self.exceeds_budget():
+                raise CacheStateError(
+                    f"{self.method} has to read the prompt a second time before decoding: use kvfoundry.generate or "
+                    "kvfoundry.prefill, or call kvfoundry.compress_by_reconstruction(model, tokenizer, cache, ids)."
+                )
+            self.reconstructed = True  # the prompt was within the budget
+        return in_prompt
+
+    def budget_rows(self) -> Tensor:
+        """Rows per head that the method grants for the tokens seen: [batch], on the CPU."""
+        assert self.method.budget is not None and self.real is not None
+        return self.method.budget.rows(self.real, self.layer_idx, self.num_layers)
+
+    def exceeds_budget(self) -> bool:
+        """Whether any head stores more rows than the method grants."""
+        return self.rows is not None and bool((self.rows.lengths > self.budget_rows()[:, None]).any())
+
+    def evict(self, evidence: Evidence, method: Method) -> None:
+        """Drop rows down to the budget now, as `method` says; evidence.rows is the view of the present rows."""
+        assert self.rows is not None
+        kept = evict(method, self.rows, evidence, self.budget_rows())
+        if kept is not self.rows:
+            self.rows, self.rows_lost_at = kept, self.seen
 
     def _store(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None) -> None:
         assert self.real is not None
@@ -245,7 +279,7 @@ class CacheLayer(CacheLayerMixin):
         acts_later = schedule.every is not None or not (in_prompt and prompt_ends)
         if in_prompt:
             due = schedule.prefill == "chunk" or (schedule.prefill == "end" and prompt_ends)
-            self._budget = method.budget.rows(self.real, self.layer_idx, self.num_layers)
+            self._budget = self.budget_rows()
         else:
             self._since_eviction += columns
             due = schedule.every is not None and self._since_eviction >= schedule.every
@@ -457,7 +491,7 @@ class CacheLayer(CacheLayerMixin):
             prompt=prompt,
             rope=self.rope,
         )
-        twin._sinks, twin._summary = self._sinks, self._summary
+        twin._sinks, twin._summary, twin.reconstructed = self._sinks, self._summary, self.reconstructed
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
         twin._budget, twin._since_eviction, twin._window = self._budget, self._since_eviction, self._window

@@ -22,6 +22,7 @@ from kvfoundry.selection.protect import Protect
 from kvfoundry.selection.refine import Refinement
 from kvfoundry.selection.schedule import Schedule
 from kvfoundry.selection.scores import Score
+from kvfoundry.selection.scores.reconstruction import Reconstruction
 from kvfoundry.selection.units import Unit
 
 Granularity = Literal["kv_head", "query_head"]
@@ -66,6 +67,7 @@ class Piece:
     group: Group | None = None
     skip_layers: int | None = None
     slot_positions: bool | None = None
+    reconstructs: Reconstruction | None = None
     unread_distance: int | None = None
 
     def claimed(self) -> list[str]:
@@ -95,6 +97,7 @@ class Method:
     group: Group = field(default="mean", compare=False)
     skip_layers: int = field(default=0, compare=False)
     slot_positions: bool = field(default=False, compare=False)
+    reconstructs: Reconstruction | None = field(default=None, compare=False)
     unread_distance: int | None = field(default=None, compare=False)
 
     @classmethod
@@ -159,6 +162,8 @@ class Method:
         .positions ([batch, heads, rows]), .lengths ([batch, heads]) and .nbytes; `layer.step(query, key, value)` goes
         on from there in decode. Raises SpecError for a method that needs more of the model than these tensors.
         """
+        if self.reconstructs is not None:
+            raise SpecError(f"{self} lets the model repeat its context; use it through kvfoundry.generate or prefill.")
         if self.score is not None and self.score.needs_rope:
             raise SpecError(f"{self} needs the model's RoPE; use it through KVCache(model).")
         if self.refine is not None and self.refine.needs_module:

@@ -41,6 +41,7 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
             claimed_by[axis] = info.name
     method = Method(calls=tuple(completed), **axes)
     _check_budget(method)
+    _check_schedule(method)
     return method
 
 
@@ -56,6 +57,11 @@ def _check_budget(method: Method) -> None:
             f"{method}: a budget of {amount} rows cannot hold the rows that are always kept "
             f"({protect.sinks} first and {protect.recent} newest tokens); raise the budget or protect fewer."
         )
+
+
+def _check_schedule(method: Method) -> None:
+    if method.reconstructs is not None and (method.schedule.prefill != "never" or method.schedule.every is not None):
+        raise SpecError(f"{method}: a reconstructing method acts once, after the whole prompt; it takes no schedule.")
 
 
 def _complete(info: MethodInfo, arguments: dict[str, Any]) -> Call:

@@ -30,7 +30,7 @@ def criticalkv(
     """Keep rows by attention first, then by attention times the L1 norm of W_o v: a bound on the output's change.
 
     Stage 1 keeps the best int(first * budget) rows of SnapKV's score (window included); stage 2 fills the budget by
-    (score(j) + epsilon) * mean over the group's query heads h of ||W_o[h] v_j||_1, with W_o[h] the columns of the output
+    (score(j) + epsilon) * mean over the group's query heads h of ||W_o[h] v_j||_1, W_o[h] the columns of the output
     projection that read head h. `critical()` does the same over any other score. Needs the model's weights.
     """
     return replace(snapkv(budget, window, kernel, pooling), refine=refinement(first, epsilon))

@@ -45,7 +45,7 @@ class LagRelative(Score):
         return scores
 
     def _spread(self, rows: Tensor, span: slice) -> Tensor:
-        """Softmax inside each partition but the last of the channels' deviation: [batch, heads, partitions - 1, lag]."""
+        """Softmax over each partition, all but the last, of the channels' spread: [batch, heads, partitions, lag]."""
         batch, heads, _, dim = rows.shape
         parts = rows[:, :, span].float().reshape(batch, heads, -1, self.lag, dim)
         reference = parts[:, :, 1:]
