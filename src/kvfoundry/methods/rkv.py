@@ -36,7 +36,7 @@ def rkv(
     cos > threshold, so that the latest of several like rows survives; score(j) = weight I(j) - (1 - weight) R(j).
     Cosines are taken block by block; no matrix of tokens by tokens is stored.
 
-    weight: 0.1 in the paper (its code's class default is 0.07). The code takes the maximum over the group of the logits,
+    weight: 0.1 in the paper (its code's class default is 0.07). The code takes the maximum over the group of logits,
     we reduce the weights by `group` (default max), and where no key resembles a row it leaves out the first one, we
     leave out none. Between evictions up to budget + buffer rows are stored.
     """
