@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,8 +40,11 @@ class KVCache(Cache):
         self.method = Method.parse("fullkv" if method is None else method)
         attach(model)
         self.prompt = Prompt()
-        self._peak = 0
         super().__init__(layers=_layers(model, self.method, self.prompt))
+
+    @cached_property
+    def _first(self) -> CacheLayer:
+        return self.attention_layers[0]
 
     @property
     def attention_layers(self) -> list[CacheLayer]:
@@ -57,24 +62,14 @@ class KVCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model. Refuses to go on from a forward pass that was interrupted halfway."""
-        layer = self.layers[layer_idx]
-        if isinstance(layer, CacheLayer):
-            first = self.attention_layers[0]
-            if layer is first:
-                if any(other.seen != first.seen or other._pending for other in self.attention_layers):
-                    raise CacheStateError(
-                        "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
-                        "call reset() on this cache before using it again."
-                    )
-                self._note_peak()
+        if self.layers[layer_idx] is self._first:
+            first, rest = self._first, self.attention_layers
+            if any(layer.seen != first.seen or layer.is_interrupted for layer in rest):
+                raise CacheStateError(
+                    "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
+                    "call reset() on this cache before using it again."
+                )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def _note_peak(self) -> None:
-        # Layers prefill one after the other: while one holds its whole prompt, those before it are already small.
-        layers = self.attention_layers
-        for i, layer in enumerate(layers):
-            others = sum(done.nbytes for done in layers[:i])
-            self._peak = max(self._peak, others + layer.peak_nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -83,14 +78,13 @@ class KVCache(Cache):
 
     @property
     def peak_nbytes(self) -> int:
-        """Largest size so far, prompt included, with one layer at a time at its full prompt."""
-        self._note_peak()
-        return max(self._peak, self.nbytes)
+        """Largest size so far, prompt included: layers prefill one after the other, each shrinks before the next."""
+        return max(self.prompt.peak_nbytes, self.nbytes)
 
     @property
     def seen_tokens(self) -> int:
         """Columns seen, padding included: the position of the next token of an unpadded row."""
-        return self.attention_layers[0].seen
+        return self._first.seen
 
     @property
     def kept_rows(self) -> float:
@@ -113,6 +107,8 @@ class KVCache(Cache):
         """What a reader of results must know: methods that did not act, and why."""
         if self.method.evicts and not self._full_layers():
             return [f"{self.method} acts on no layer: all attention layers of this model have a window of their own."]
+        if self.method.evicts and not any(layer.evicts for layer in self.attention_layers):
+            return [f"{self.method} acts on no layer: it skips all {len(self._full_layers())} full-attention layers."]
         layers = [layer for layer in self.attention_layers if layer.evicts and layer.real is not None]
         if not layers or any(layer.rows_lost_at for layer in layers):
             return []
@@ -130,7 +126,7 @@ class KVCache(Cache):
         if len(self.attention_layers) != sum(not dummy for dummy in self._is_stateless()):
             raise CacheStateError("fork() is not available for models with recurrent-state layers; use copy.deepcopy.")
         twin = object.__new__(KVCache)
-        twin.method, twin.prompt, twin._peak = self.method, Prompt(self.prompt.tokens), self._peak
+        twin.method, twin.prompt = self.method, replace(self.prompt)
         layers = [layer.fork(twin.prompt) if isinstance(layer, CacheLayer) else layer for layer in self.layers]
         Cache.__init__(twin, layers=layers)
         return twin
@@ -142,7 +138,7 @@ class KVCache(Cache):
         """Empty the cache; the memory is freed and the next call starts a new prompt."""
         super().reset()
         self.prompt.tokens = None
-        self._peak = 0
+        self.prompt.peak_nbytes = 0
 
 
 def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None:

@@ -39,9 +39,15 @@ _TENSOR_NAMES = {
 
 @dataclass
 class Prompt:
-    """What the layers of one cache must agree on: where the prompt ends. tokens is None until it is known."""
+    """What the layers of one cache share.
+
+    tokens: where the prompt ends, None until it is known. nbytes, peak_nbytes: bytes that all layers hold together, as
+    each of them last noted, and the largest sum so far.
+    """
 
     tokens: int | None = None
+    nbytes: int = 0
+    peak_nbytes: int = 0
 
 
 class CacheLayer(CacheLayerMixin):
@@ -75,12 +81,14 @@ class CacheLayer(CacheLayerMixin):
         self.rope = rope
         # Called in place of eviction while set; the rows of such a call are read and then forgotten.
         self.watch: Callable[[CacheLayer, Tensor, Tensor, Reading, nn.Module | None], None] | None = None
+        self._noted = 0
         self._clear()
 
     def _clear(self) -> None:
         self.rows: Layout | None = None
         self.seen = 0  # columns, padding included
         self.real: Tensor | None = None  # [batch] real tokens, on the CPU
+        self._longest = 0  # the largest of them
         self.rows_lost_at = 0  # columns seen when rows were last dropped
         self._budget: Tensor | None = None
         self._since_eviction = 0
@@ -89,8 +97,10 @@ class CacheLayer(CacheLayerMixin):
         self._summary: Summary = {}
         self.reconstructed = False
         self._pending: tuple[Tensor, Tensor] | None = None
+        self._halfway = False  # inside `attend`, or thrown out of it
         self.is_initialized = False
         self.peak_nbytes = 0
+        self._note_bytes()
 
     # The extension points of transformers.
 
@@ -189,6 +199,8 @@ class CacheLayer(CacheLayerMixin):
         tokens = mask.tokens(columns, self.seen, self.real, query.device)
         if tokens.gather is not None:
             query, keys, values = (_columns(tensor, tokens.gather) for tensor in (query, keys, values))
+        in_prompt = self._enter(columns)
+        self._halfway = True
         reading = Reading(
             self.kernel,
             query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -197,25 +209,42 @@ class CacheLayer(CacheLayerMixin):
             self.rule,
             self.method.unread_distance if self.seen else None,
         )
-        in_prompt = self._enter(columns)
-        before = (None if self.rows is None else self.rows.lengths, self.real)
+        before = (self.rows.lengths if self.rows is not None else None, self.real, self._longest)
         own = self.rows is None
         self.real = self.real + (columns if tokens.counts is None else tokens.counts)
+        self._longest = self._longest + columns if tokens.counts is None else int(self.real.max())
         self._store(keys, values, tokens.positions, tokens.counts)
         assert self.rows is not None
         output = self.rows.attend(query, tokens.positions, reading)
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        if columns > 1:  # a single row cannot make a new peak that `peak_nbytes` of the cache would not see
+            self._note_bytes()
         if self.watch is not None:
             self.watch(self, query, tokens.positions, reading, module)
             assert before[0] is not None
-            self.rows, self.real = self.rows.truncated(before[0]), before[1]
+            self.rows, self.real, self._longest = self.rows.truncated(before[0]), before[1], before[2]
+            self._halfway = False
             return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
         self.seen += columns
         if self.evicts:
             self._apply(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
         elif self.rule.span is not None:
             self._leave_window(columns)
+        if columns > 1:
+            self._note_bytes()
+        self._halfway = False
         return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a call ended in an exception after rows were stored: only `reset` leads on from there."""
+        return self._halfway or self._pending is not None
+
+    def _note_bytes(self) -> None:
+        held = self.nbytes
+        self.prompt.nbytes += held - self._noted
+        self._noted = held
+        self.peak_nbytes = max(self.peak_nbytes, held)
+        self.prompt.peak_nbytes = max(self.prompt.peak_nbytes, self.prompt.nbytes)
 
     def _enter(self, columns: int) -> bool:
         """Whether this call belongs to the prompt. The first call is the whole prompt unless announced otherwise."""
@@ -247,10 +276,11 @@ class CacheLayer(CacheLayerMixin):
         kept = evict(method, self.rows, evidence, self.budget_rows())
         if kept is not self.rows:
             self.rows, self.rows_lost_at = kept, self.seen
+        self._note_bytes()
 
     def _store(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None) -> None:
         assert self.real is not None
-        last_position = int(self.real.max()) - 1
+        last_position = self._longest - 1
         if self.rows is None:
             self.rows = DenseRows.of_tokens(keys, values, positions, counts, last_position)
             return
@@ -301,6 +331,7 @@ class CacheLayer(CacheLayerMixin):
             method.group,
             self.rope,
             module,
+            method.granularity,
         )
         if method.score.accumulates:
             columns_now = method.score.observe(evidence)
@@ -324,15 +355,18 @@ class CacheLayer(CacheLayerMixin):
             self.rows = self.rows.with_columns({})
 
     def _take_sinks(self) -> None:
-        """Before the first row goes, set the sinks aside as they were computed."""
-        if not self.method.slot_positions or self._sinks is not None:
+        """Before the first row of a sequence goes, set its sinks aside as they were computed."""
+        if not self.method.slot_positions:
             return
         if self.rope is None:
             raise CacheStateError(
                 f"{self.method}: slot positions need the model's RoPE; use it through KVCache(model)."
             )
-        assert self.rows is not None
-        self._sinks = Sinks.taken_from(self.rows, self.method.protect.sinks, self.rope)
+        assert self.rows is not None and self.real is not None
+        if self._sinks is None:
+            self._sinks = Sinks.taken_from(self.rows, self.method.protect.sinks, self.rope)
+        else:
+            self._sinks = self._sinks.renewed(self.rows, self.real)
 
     def _remember_window(self, query: Tensor, positions: Tensor, *, keep: bool) -> None:
         """Hold the last queries of every sequence, as many as the score asks for."""
@@ -350,12 +384,13 @@ class CacheLayer(CacheLayerMixin):
             # Newest last, padding first: the order of positions, cut to the window.
             order = positions.argsort(dim=1)[:, -size:]
             query, positions = _columns(query, order), positions.gather(1, order)
-        self._window = (query.clone() if keep else query, positions)
+        # A slice would keep the storage of the whole call alive.
+        self._window = (query.clone(), positions.clone()) if keep else (query, positions)
 
     def _leave_window(self, columns: int) -> None:
         """Drop rows that no later query can reach, with room for a rollback of the newest tokens."""
         assert self.rows is not None and self.rule.span is not None
-        reserve = self.rule.span - 1 + min(columns, ROLLBACK)
+        reserve = self.rule.span - 1 + ROLLBACK
         lengths = self.rows.lengths
         if int(lengths.max()) <= self.rule.span - 1 + 2 * ROLLBACK and columns == 1:
             return  # decode trims in strides, not at every token
@@ -454,6 +489,7 @@ class CacheLayer(CacheLayerMixin):
                 f"cannot take back {removed} tokens: a window layer keeps only {ROLLBACK} tokens beyond its window."
             )
         self.rows, self.seen, self.real = self.rows.truncated(kept), remaining, real
+        self._longest = int(real.max())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Batch rows in the order `beam_idx` (beam search)."""
@@ -472,6 +508,7 @@ class CacheLayer(CacheLayerMixin):
         self.rows = self.rows.select_batch(indices)
         host = indices.cpu()
         self.real = self.real[host]
+        self._longest = int(self.real.max())
         self._budget = None if self._budget is None else self._budget[host]
         self._sinks = None if self._sinks is None else self._sinks.selected(indices)
         self._summary = {name: value[indices.to(value.device)] for name, value in self._summary.items()}
@@ -494,8 +531,9 @@ class CacheLayer(CacheLayerMixin):
         twin._sinks, twin._summary, twin.reconstructed = self._sinks, self._summary, self.reconstructed
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
+        twin._longest = self._longest
         twin._budget, twin._since_eviction, twin._window = self._budget, self._since_eviction, self._window
-        twin.is_initialized, twin.peak_nbytes = self.is_initialized, self.peak_nbytes
+        twin.is_initialized, twin.peak_nbytes, twin._noted = self.is_initialized, self.peak_nbytes, self._noted
         return twin
 
     # A model that handles the returned key itself is told so, by name.

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from kvfoundry.errors import SpecError
 from kvfoundry.merging import Disposal
 from kvfoundry.selection.budgets import HeadBudget, LayerBudget, UniformHeads
-from kvfoundry.selection.evidence import Group
+from kvfoundry.selection.evidence import Granularity, Group
 from kvfoundry.selection.protect import Protect
 from kvfoundry.selection.refine import Refinement
 from kvfoundry.selection.schedule import Schedule
 from kvfoundry.selection.scores import Score
 from kvfoundry.selection.scores.reconstruction import Reconstruction
 from kvfoundry.selection.units import Unit
-
-Granularity = Literal["kv_head", "query_head"]
 
 
 @dataclass(frozen=True)

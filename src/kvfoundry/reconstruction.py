@@ -255,5 +255,6 @@ def _evidence(layer: CacheLayer, received: _Received) -> Evidence:
         layer.method.group,
         layer.rope,
         received.modules[id(layer)],
+        layer.method.granularity,
         {RECEIVED: weights},
     )

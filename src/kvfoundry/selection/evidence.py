@@ -16,6 +16,7 @@ from kvfoundry.rope import Rope
 from kvfoundry.visibility import Visibility
 
 Group = Literal["mean", "max", "sum"]
+Granularity = Literal["kv_head", "query_head"]
 
 # What a score remembers of a sequence beside its rows: name -> [batch, ...].
 Summary = dict[str, Tensor]
@@ -49,6 +50,7 @@ class Evidence:
     group: Group = "mean"
     rope: Rope | None = None
     module: nn.Module | None = None
+    granularity: Granularity = "kv_head"
     summary: Summary = field(default_factory=dict)
 
     @property
