@@ -16,6 +16,7 @@ from kvfoundry.kernels.attention import backend
 from kvfoundry.layer import CacheLayer, Prompt, storage_bytes
 from kvfoundry.method import Method
 from kvfoundry.rope import Rope
+from kvfoundry.selection.budgets import ModelShape
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
 # Layers that hold a recurrent state, or nothing, instead of rows: transformers' own classes serve them.
@@ -40,6 +41,8 @@ class KVCache(Cache):
         self.prompt = Prompt()
         self._peak = 0
         super().__init__(layers=_layers(model, self.method, self.prompt))
+        if self.method.budget is not None:
+            self.method.budget.check(_shape(model, len(self._full_layers())))
 
     @property
     def attention_layers(self) -> list[CacheLayer]:
@@ -154,6 +157,14 @@ def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None
             "slot positions; use positions='original'."
         )
     return rope
+
+
+def _shape(model: PreTrainedModel, layers: int) -> ModelShape:
+    config = model.config.get_text_config(decoder=True)
+    query_heads = getattr(config, "num_attention_heads", None)
+    return ModelShape(
+        family_of(model), layers, query_heads, getattr(config, "num_key_value_heads", None) or query_heads
+    )
 
 
 def _layers(model: PreTrainedModel, method: Method, prompt: Prompt) -> list[Any]:

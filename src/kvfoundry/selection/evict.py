@@ -23,8 +23,8 @@ def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor) -> L
     """
     if method.score is None:
         return layout
-    view = evidence.rows
-    if not bool((view.lengths > rows[:, None]).any()):
+    unchanged, view = layout, evidence.rows
+    if method.heads.settled(evidence, rows):
         return layout
     if method.granularity == "query_head" and evidence.groups > 1:
         layout = layout.expanded_heads(evidence.groups)
@@ -32,7 +32,9 @@ def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor) -> L
         evidence = replace(evidence, rows=view)
     protected = method.protect.mask(view, evidence.seen, rows)
     scores = method.score(evidence)
-    counts = method.heads.allocate(scores, view, rows, protected)
+    counts = method.heads.allocate(scores, evidence, rows, protected)
+    if bool((counts >= view.lengths).all()):
+        return unchanged
     slots = top_slots(scores, view, counts, protected)
     if method.dispose is not None:
         view = method.dispose(view, kept_mask(slots, view))
