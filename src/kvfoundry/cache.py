@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,10 +40,13 @@ class KVCache(Cache):
         self.method = Method.parse("fullkv" if method is None else method)
         attach(model)
         self.prompt = Prompt()
-        self._peak = 0
         super().__init__(layers=_layers(model, self.method, self.prompt))
         if self.method.budget is not None:
             self.method.budget.check(_shape(model, len(self._full_layers())))
+
+    @cached_property
+    def _first(self) -> CacheLayer:
+        return self.attention_layers[0]
 
     @property
     def attention_layers(self) -> list[CacheLayer]:
@@ -60,24 +64,14 @@ class KVCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model. Refuses to go on from a forward pass that was interrupted halfway."""
-        layer = self.layers[layer_idx]
-        if isinstance(layer, CacheLayer):
-            first = self.attention_layers[0]
-            if layer is first:
-                if any(other.seen != first.seen or other._pending for other in self.attention_layers):
-                    raise CacheStateError(
-                        "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
-                        "call reset() on this cache before using it again."
-                    )
-                self._note_peak()
+        if self.layers[layer_idx] is self._first:
+            first, rest = self._first, self.attention_layers
+            if any(layer.seen != first.seen or layer.is_waiting for layer in rest):
+                raise CacheStateError(
+                    "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
+                    "call reset() on this cache before using it again."
+                )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def _note_peak(self) -> None:
-        # Layers prefill one after the other: while one holds its whole prompt, those before it are already small.
-        layers = self.attention_layers
-        for i, layer in enumerate(layers):
-            others = sum(done.nbytes for done in layers[:i])
-            self._peak = max(self._peak, others + layer.peak_nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -87,13 +81,12 @@ class KVCache(Cache):
     @property
     def peak_nbytes(self) -> int:
         """Largest size so far, prompt included, with one layer at a time at its full prompt."""
-        self._note_peak()
-        return max(self._peak, self.nbytes)
+        return max(self.prompt.peak_nbytes, self.nbytes)
 
     @property
     def seen_tokens(self) -> int:
         """Columns seen, padding included: the position of the next token of an unpadded row."""
-        return self.attention_layers[0].seen
+        return self._first.seen
 
     @property
     def kept_rows(self) -> float:
@@ -132,7 +125,7 @@ class KVCache(Cache):
         if len(self.attention_layers) != sum(not dummy for dummy in self._is_stateless()):
             raise CacheStateError("fork() is not available for models with recurrent-state layers; use copy.deepcopy.")
         twin = object.__new__(KVCache)
-        twin.method, twin.prompt, twin._peak = self.method, Prompt(self.prompt.tokens), self._peak
+        twin.method, twin.prompt = self.method, Prompt(self.prompt.tokens)
         layers = [layer.fork(twin.prompt) if isinstance(layer, CacheLayer) else layer for layer in self.layers]
         Cache.__init__(twin, layers=layers)
         return twin
@@ -143,8 +136,7 @@ class KVCache(Cache):
     def reset(self) -> None:
         """Empty the cache; the memory is freed and the next call starts a new prompt."""
         super().reset()
-        self.prompt.tokens = None
-        self._peak = 0
+        self.prompt.clear()
 
 
 def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None:

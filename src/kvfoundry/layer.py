@@ -7,7 +7,7 @@ Ours returns the layer itself, so that everything meets in `attend`: query, new 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,9 +39,25 @@ _TENSOR_NAMES = {
 
 @dataclass
 class Prompt:
-    """What the layers of one cache must agree on: where the prompt ends. tokens is None until it is known."""
+    """What the layers of one cache share: where the prompt ends, and the largest size while it was read.
+
+    tokens: columns of the prompt, None until it is known. peak_nbytes: layers read a prompt one after the other, so
+    while one still holds all of it, those before it are already small.
+    """
 
     tokens: int | None = None
+    peak_nbytes: int = 0
+    _held: dict[int, int] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """A new prompt will start."""
+        self.tokens, self.peak_nbytes = None, 0
+        self._held.clear()
+
+    def note(self, layer: int, nbytes: int) -> None:
+        """A layer holds so many bytes now."""
+        self._held[layer] = nbytes
+        self.peak_nbytes = max(self.peak_nbytes, sum(self._held.values()))
 
 
 class CacheLayer(CacheLayerMixin):
@@ -79,6 +95,7 @@ class CacheLayer(CacheLayerMixin):
         self.rows: Layout | None = None
         self.seen = 0  # columns, padding included
         self.real: Tensor | None = None  # [batch] real tokens, on the CPU
+        self._longest = 0  # the largest of them
         self.rows_lost_at = 0  # columns seen when rows were last dropped
         self._budget: Tensor | None = None
         self._since_eviction = 0
@@ -86,7 +103,6 @@ class CacheLayer(CacheLayerMixin):
         self._sinks: Sinks | None = None
         self._pending: tuple[Tensor, Tensor] | None = None
         self.is_initialized = False
-        self.peak_nbytes = 0
 
     # The extension points of transformers.
 
@@ -104,6 +120,11 @@ class CacheLayer(CacheLayerMixin):
     def evicts(self) -> bool:
         """Whether the method drops rows of this layer."""
         return self.rule.span is None and self.method.acts_on(self.layer_idx)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether new rows came in that were never attended to."""
+        return self._pending is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the first rows bring shape, dtype and device."""
@@ -196,15 +217,19 @@ class CacheLayer(CacheLayerMixin):
         in_prompt = self._enter(columns)
         own = self.rows is None
         self.real = self.real + (columns if tokens.counts is None else tokens.counts)
+        self._longest = self._longest + columns if tokens.counts is None else int(self.real.max())
         self._store(keys, values, tokens.positions, tokens.counts)
         assert self.rows is not None
         output = self.rows.attend(query, tokens.positions, reading)
         self.seen += columns
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        if columns > 1:
+            self.prompt.note(id(self), self.nbytes)
         if self.evicts:
             self._apply(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
         elif self.rule.span is not None:
             self._leave_window(columns)
+        if columns > 1:
+            self.prompt.note(id(self), self.nbytes)
         return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
 
     def _enter(self, columns: int) -> bool:
@@ -215,7 +240,7 @@ class CacheLayer(CacheLayerMixin):
 
     def _store(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None) -> None:
         assert self.real is not None
-        last_position = int(self.real.max()) - 1
+        last_position = self._longest - 1
         if self.rows is None:
             self.rows = DenseRows.of_tokens(keys, values, positions, counts, last_position)
             return
@@ -417,6 +442,7 @@ class CacheLayer(CacheLayerMixin):
                 f"cannot take back {removed} tokens: a window layer keeps only {ROLLBACK} tokens beyond its window."
             )
         self.rows, self.seen, self.real = self.rows.truncated(kept), remaining, real
+        self._longest = int(real.max())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Batch rows in the order `beam_idx` (beam search)."""
@@ -435,6 +461,7 @@ class CacheLayer(CacheLayerMixin):
         self.rows = self.rows.select_batch(indices)
         host = indices.cpu()
         self.real = self.real[host]
+        self._longest = int(self.real.max())
         self._budget = None if self._budget is None else self._budget[host]
         self._sinks = None if self._sinks is None else self._sinks.selected(indices)
         if self._window is not None:
@@ -456,8 +483,9 @@ class CacheLayer(CacheLayerMixin):
         twin._sinks = self._sinks
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
+        twin._longest = self._longest
         twin._budget, twin._since_eviction, twin._window = self._budget, self._since_eviction, self._window
-        twin.is_initialized, twin.peak_nbytes = self.is_initialized, self.peak_nbytes
+        twin.is_initialized = self.is_initialized
         return twin
 
     # A model that handles the returned key itself is told so, by name.
