@@ -37,12 +37,10 @@ class KVCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel, method: str | Method | None = None):
-        self.method = Method.parse("fullkv" if method is None else method)
+        self.method = Method.parse("fullkv" if method is None else method).fitted(_shape(model))
         attach(model)
         self.prompt = Prompt()
         super().__init__(layers=_layers(model, self.method, self.prompt))
-        if self.method.budget is not None:
-            self.method.budget.check(_shape(model, len(self._full_layers())))
 
     @cached_property
     def _first(self) -> CacheLayer:
@@ -151,12 +149,13 @@ def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None
     return rope
 
 
-def _shape(model: PreTrainedModel, layers: int) -> ModelShape:
+def _shape(model: PreTrainedModel) -> ModelShape:
     config = model.config.get_text_config(decoder=True)
-    query_heads = getattr(config, "num_attention_heads", None)
-    return ModelShape(
-        family_of(model), layers, query_heads, getattr(config, "num_key_value_heads", None) or query_heads
-    )
+    types = [kind for kind, _ in compat.layer_types(config)]
+    full = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
+    query_heads = getattr(config, "num_attention_heads", 1)
+    kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
+    return ModelShape(family_of(model), len(types), full, query_heads, kv_heads)
 
 
 def _layers(model: PreTrainedModel, method: Method, prompt: Prompt) -> list[Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfoundry.errors import SpecError
 from kvfoundry.merging import Disposal
-from kvfoundry.selection.budgets import HeadBudget, LayerBudget, LayerSpread, UniformHeads
+from kvfoundry.selection.budgets import HeadBudget, LayerBudget, LayerSpread, ModelShape, UniformHeads
 from kvfoundry.selection.evidence import Group
 from kvfoundry.selection.protect import Protect
 from kvfoundry.selection.schedule import Schedule
@@ -132,6 +132,11 @@ class Method:
     def replace(self, **axes: Any) -> Method:
         """The same recipe with some axes exchanged for objects of your own; its spec string stays what it was."""
         return replace(self, **axes)
+
+    def fitted(self, shape: ModelShape) -> Method:
+        """The same recipe for one model; SpecError when it holds something that was measured on another."""
+        budget = None if self.budget is None else self.budget.fitted(shape)
+        return replace(self, budget=budget, heads=self.heads.fitted(shape))
 
     def acts_on(self, layer_idx: int) -> bool:
         """Whether rows of this layer (counted among the full-attention layers) are ever dropped."""

@@ -41,12 +41,13 @@ def resolved(amount: Amount, seen: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a budget may want to know of a model: full-attention layers, and heads per layer (None: not told)."""
+    """What a budget may want to know of a model: its layers, those with full attention, and the heads of a layer."""
 
     family: str
     layers: int
-    query_heads: int | None
-    kv_heads: int | None
+    full_layers: tuple[int, ...]
+    query_heads: int
+    kv_heads: int
 
 
 class LayerBudget(ABC):
@@ -65,8 +66,9 @@ class LayerBudget(ABC):
         """The budget that knows what every layer has to protect; called once, when the recipe is complete."""
         return self
 
-    def check(self, shape: ModelShape) -> None:  # noqa: B027 - most budgets fit every model
-        """SpecError when the budget was made for another model. Called when a cache is built, before any compute."""
+    def fitted(self, shape: ModelShape) -> LayerBudget:
+        """The budget for this model; SpecError when it was made for another. Called when a cache is built."""
+        return self
 
 
 class LayerSpread(ABC):
@@ -93,6 +95,10 @@ class UniformBudget(LayerBudget):
 
 class HeadBudget(ABC):
     """How the rows of one layer are shared among its heads."""
+
+    def fitted(self, shape: ModelShape) -> HeadBudget:
+        """Like `LayerBudget.fitted`."""
+        return self
 
     def settled(self, evidence: Evidence, rows: Tensor) -> bool:
         """True when nothing has to go, known without scores. rows: [batch] average per head."""

@@ -26,7 +26,7 @@ _KEY = re.compile(r"(\d+)-(\d+)")
 
 @dataclass(frozen=True)
 class HeadTable:
-    """One non-negative score per head, a row per full-attention layer. heads: query heads, or KV heads."""
+    """One non-negative score per head, [layers][heads]; heads are query heads or KV heads."""
 
     scores: tuple[tuple[float, ...], ...]
 
@@ -43,8 +43,8 @@ class HeadTable:
     def read(cls, source: Any) -> HeadTable:
         """From a JSON file in the published form, {"layer-head": score or list of scores}, or from nested tuples.
 
-        Lists of scores (one per probe) count with their mean. Layers are taken in ascending order and counted among
-        the layers that the file names, so a hybrid model's table names its full-attention layers only.
+        Lists of scores (one per probe) count with their mean. Layers are taken in ascending order; a hybrid model's
+        table may name all its layers or only those with full attention.
         """
         if isinstance(source, (str, Path)):
             return cls(_from_file(Path(source).expanduser()))
@@ -62,13 +62,20 @@ class HeadTable:
     def heads(self) -> int:
         return len(self.scores[0])
 
-    def check(self, family: str, layers: int, heads: set[int]) -> None:
-        """SpecError unless the table has that many layers and one of these numbers of heads."""
-        if self.layers != layers or self.heads not in heads:
-            wanted = " or ".join(str(count) for count in sorted(heads, reverse=True))
+    def fitted(self, shape: ModelShape) -> HeadTable:
+        """The table of this model's full-attention layers; SpecError when it was measured on another model."""
+        self.check(shape.family, {shape.layers, len(shape.full_layers)}, {shape.query_heads, shape.kv_heads})
+        if self.layers == len(shape.full_layers) or not shape.full_layers:
+            return self
+        return HeadTable(tuple(self.scores[layer] for layer in shape.full_layers))
+
+    def check(self, family: str, layers: set[int], heads: set[int]) -> None:
+        """SpecError unless the table has one of these numbers of layers and of heads."""
+        if self.layers not in layers or self.heads not in heads:
+            wanted = [" or ".join(map(str, sorted(counts, reverse=True))) for counts in (layers, heads)]
             raise SpecError(
-                f"the head table has {self.layers} layers of {self.heads} heads, {family} has {layers} full-attention "
-                f"layers of {wanted} heads; measure one for it with `kvfoundry analyze heads`."
+                f"the head table has {self.layers} layers of {self.heads} heads, {family} has {wanted[0]} layers of "
+                f"{wanted[1]} heads; measure one for it with `kvfoundry analyze heads`."
             )
 
     def capacities(self, mean: int, beta: float, temperature: float) -> np.ndarray:
@@ -134,9 +141,8 @@ class TableBudget(LayerBudget):
         # The published rules know the window only.
         return replace(self, reserve=protect.sinks + protect.recent) if self.rule == "exact" else self
 
-    def check(self, shape: ModelShape) -> None:
-        if shape.query_heads is not None and shape.kv_heads is not None:
-            self.table.check(shape.family, shape.layers, {shape.query_heads, shape.kv_heads})
+    def fitted(self, shape: ModelShape) -> TableBudget:
+        return replace(self, table=self.table.fitted(shape))
 
     def rows(self, seen: Tensor, layer_idx: int, num_layers: int) -> Tensor:
         averages = resolved(self.value, seen).tolist()
@@ -174,6 +180,9 @@ class TableHeads(HeadBudget):
 
     budget: TableBudget
 
+    def fitted(self, shape: ModelShape) -> HeadBudget:
+        return replace(self, budget=self.budget.fitted(shape))
+
     def settled(self, evidence: Evidence, rows: Tensor) -> bool:
         if self.budget.rule == "exact":
             return super().settled(evidence, rows)
@@ -184,7 +193,7 @@ class TableHeads(HeadBudget):
         query_heads, stored_heads = evidence.query.shape[1], lengths.shape[1]
         shared = stored_heads == query_heads and query_heads % budget.table.heads == 0  # a table of KV heads, repeated
         fitting = {query_heads, stored_heads, budget.table.heads} if shared else {query_heads, stored_heads}
-        budget.table.check("the model", evidence.num_layers, fitting)
+        budget.table.check("the model", {evidence.num_layers}, fitting)
         fixed, averages = protected.sum(dim=-1).cpu(), resolved(budget.value, evidence.seen).tolist()
         result = []
         for row, (average, tokens) in enumerate(zip(averages, evidence.seen.tolist(), strict=True)):
