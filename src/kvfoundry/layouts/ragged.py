@@ -119,6 +119,7 @@ class RaggedRows(Layout):
     def with_columns(self, columns: Columns) -> RaggedRows:
         present = self._slots(self._lengths)
         flat = present[present >= 0]
+        self._columns = {}
         for name, rectangle in columns.items():
             buffer = rectangle.new_zeros((self._keys.shape[0], *rectangle.shape[3:]))
             buffer[flat] = rectangle[present >= 0]
