@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfoundry.errors import SpecError
 from kvfoundry.merging import Disposal
-from kvfoundry.selection.budgets import HeadBudget, LayerBudget, UniformHeads
+from kvfoundry.selection.budgets import HeadBudget, LayerBudget, LayerSpread, ModelShape, UniformHeads
 from kvfoundry.selection.evidence import Granularity, Group
 from kvfoundry.selection.protect import Protect
 from kvfoundry.selection.refine import Refinement
@@ -49,11 +49,13 @@ class Piece:
     """What one registered name contributes: the axes it claims, None where it has no say.
 
     Two pieces of one recipe must not claim the same axis. `schedule`, `protect`, `granularity` and `group` of a method
-    are its defaults and may be refined by the piece of that name.
+    are its defaults and may be refined by the piece of that name. `layers` spreads a uniform budget of another piece
+    over the layers.
     """
 
     score: Score | None = None
     budget: LayerBudget | None = None
+    layers: LayerSpread | None = None
     heads: HeadBudget | None = None
     unit: Unit | None = None
     block: int | None = None
@@ -140,6 +142,11 @@ class Method:
         """The same recipe with some axes exchanged for objects of your own; its spec string stays what it was."""
         return replace(self, **axes)
 
+    def fitted(self, shape: ModelShape) -> Method:
+        """The same recipe for one model; SpecError when it holds something that was measured on another."""
+        budget = None if self.budget is None else self.budget.fitted(shape)
+        return replace(self, budget=budget, heads=self.heads.fitted(shape))
+
     def acts_on(self, layer_idx: int) -> bool:
         """Whether rows of this layer (counted among the full-attention layers) are ever dropped."""
         return self.evicts and layer_idx >= self.skip_layers
@@ -220,4 +227,9 @@ def _value(node: ast.expr, name: str, parameter: str) -> Any:
         value = ast.literal_eval(node)
     except ValueError as error:
         raise SpecError(f"{name}: the value of {parameter} must be a number, a word or a quoted string.") from error
-    return tuple(value) if isinstance(value, list) else value
+    return _frozen(value)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples at every depth: arguments are hashed."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, (list, tuple)) else value

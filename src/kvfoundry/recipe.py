@@ -8,6 +8,7 @@ from typing import Any
 from kvfoundry.errors import SpecError, unknown_name
 from kvfoundry.method import Call, Method
 from kvfoundry.registry import REQUIRED, MethodInfo, entry
+from kvfoundry.selection.budgets import UniformBudget
 
 # Axes that a method only suggests: a piece of that name may refine them.
 _REFINABLE = ("protect", "schedule", "granularity", "group")
@@ -39,10 +40,23 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
             # Protection adds up: refining the sinks of a method must not unprotect its window.
             axes[axis] = axes[axis] | value if axis == "protect" and axis in axes else value
             claimed_by[axis] = info.name
+    _settle_layers(axes, claimed_by)
     method = Method(calls=tuple(completed), **axes)
     _check_budget(method)
     _check_schedule(method)
-    return method
+    return method if method.budget is None else method.replace(budget=method.budget.holding(method.protect))
+
+
+def _settle_layers(axes: dict[str, Any], claimed_by: dict[str, str]) -> None:
+    """A spread over the layers takes the place of the uniform budget that it refines."""
+    layers, budget = axes.pop("layers", None), axes.get("budget")
+    if layers is None or budget is None:
+        return
+    if not isinstance(budget, UniformBudget):
+        raise SpecError(
+            f"{claimed_by['budget']} and {claimed_by['layers']} both share the budget among the layers; use one."
+        )
+    axes["budget"] = layers.over(budget.amount)
 
 
 def _check_budget(method: Method) -> None:

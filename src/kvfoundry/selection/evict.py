@@ -25,8 +25,8 @@ def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor) -> L
     """
     if method.score is None:
         return layout
-    view = evidence.rows
-    if not bool((view.lengths > rows[:, None]).any()):
+    unchanged, view = layout, evidence.rows
+    if method.heads.settled(evidence, rows):
         return layout
     if method.granularity == "query_head" and evidence.groups > 1:
         layout = layout.expanded_heads(evidence.groups)
@@ -36,6 +36,8 @@ def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor) -> L
         slots, counts = _chosen(method, evidence, rows)
     else:
         slots, counts = _chosen_by_block(method, evidence, rows, method.block)
+    if bool((counts >= view.lengths).all()):
+        return unchanged
     if method.dispose is not None:
         view = method.dispose(view, kept_mask(slots, view))
     return keep_rows(view, slots, counts)
@@ -48,7 +50,7 @@ def _chosen(method: Method, evidence: Evidence, rows: Tensor) -> tuple[Tensor, T
     protected = method.protect.mask(view, evidence.seen, rows)
     scores = method.score(evidence)
     if method.unit is None:
-        counts = method.heads.allocate(scores, view, rows, protected)
+        counts = method.heads.allocate(scores, evidence, rows, protected)
     else:
         scores, counts = method.unit(scores, view, rows, protected)
     if method.refine is not None:

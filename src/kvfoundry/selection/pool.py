@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfoundry.layouts.base import RowsView
 from kvfoundry.selection.budgets import HeadBudget
+from kvfoundry.selection.evidence import Evidence
 
 
 def pooled_counts(
@@ -37,9 +37,9 @@ def pooled_counts(
 class PooledHeads(HeadBudget):
     """The heads of a layer share one pool: a head keeps as many rows as it has among the layer's best."""
 
-    def allocate(self, scores: Tensor, view: RowsView, rows: Tensor, protected: Tensor) -> Tensor:
-        total = rows * scores.shape[1]
-        return pooled_counts([scores.expand_as(protected)], [protected], [view.valid], total)[0]
+    def allocate(self, scores: Tensor, evidence: Evidence, rows: Tensor, protected: Tensor) -> Tensor:
+        total = rows * protected.shape[1]
+        return pooled_counts([scores.expand_as(protected)], [protected], [evidence.rows.valid], total)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,5 +48,5 @@ class GivenHeads(HeadBudget):
 
     counts: Tensor
 
-    def allocate(self, scores: Tensor, view: RowsView, rows: Tensor, protected: Tensor) -> Tensor:
-        return torch.minimum(self.counts, view.lengths)
+    def allocate(self, scores: Tensor, evidence: Evidence, rows: Tensor, protected: Tensor) -> Tensor:
+        return torch.minimum(self.counts, evidence.rows.lengths)
