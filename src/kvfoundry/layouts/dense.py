@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, position_dtype, split_groups, widened
+from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, Stretches, position_dtype, split_groups, widened
 
 
 def _spare_slots(rows: int) -> int:
@@ -82,6 +82,11 @@ class DenseRows(Layout):
             self._lengths,
             self._columns,
         )
+
+    def stretches(self) -> Stretches:
+        batch, heads, capacity, _ = self._keys.shape
+        starts = torch.arange(batch * heads, device=self._keys.device).view(batch, heads) * capacity
+        return Stretches(self._keys.flatten(0, 2), self._values.flatten(0, 2), starts, self._lengths)
 
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None, last_position: int

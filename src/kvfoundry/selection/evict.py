@@ -10,7 +10,7 @@ from torch import Tensor
 from kvfoundry.layouts import keep_rows
 from kvfoundry.layouts.base import Layout
 from kvfoundry.selection.evidence import Evidence
-from kvfoundry.selection.keep import kept_mask, top_slots
+from kvfoundry.selection.keep import kept_mask
 
 if TYPE_CHECKING:
     from kvfoundry.method import Method
@@ -33,7 +33,7 @@ def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor) -> L
     protected = method.protect.mask(view, evidence.seen, rows)
     scores = method.score(evidence)
     counts = method.heads.allocate(scores, view, rows, protected)
-    slots = top_slots(scores, view, counts, protected)
+    slots = method.choose(scores, evidence, counts, protected)
     if method.dispose is not None:
-        view = method.dispose(view, kept_mask(slots, view))
+        view = method.dispose(evidence, kept_mask(slots, view), scores)
     return keep_rows(view, slots, counts)

@@ -30,7 +30,7 @@ class Evidence:
     own: the rows are exactly the queries' tokens (a prompt in one piece).
     seen: real tokens per batch row so far, on the CPU. layer_idx, num_layers: place among the layers that evict.
     rope: the layer's rotary embedding when the score asks for it. module: the model's attention module, None when the
-        tensors were fed by hand.
+        tensors were fed by hand. decoding: this call comes after the prompt.
     """
 
     query: Tensor
@@ -47,6 +47,7 @@ class Evidence:
     rope: Rope | None = None
     module: nn.Module | None = None
     granularity: Granularity = "kv_head"
+    decoding: bool = False
 
     @property
     def groups(self) -> int:
@@ -83,6 +84,23 @@ class Evidence:
             sinks=self.reading.sinks,
         )
         return weights * (self.window_positions >= 0)[:, None, :, None]
+
+    @cached_property
+    def newest_attention(self) -> Tensor:
+        """Softmax weights of each sequence's newest query of this call over all rows: [batch, query_heads, rows]."""
+        newest = (self.query_positions >= 0).sum(dim=1, keepdim=True).clamp(min=1) - 1
+        index = newest[:, None, :, None].expand(-1, self.query.shape[1], -1, self.query.shape[3])
+        visibility = self.reading.visibility(
+            self.query_positions.gather(1, newest), self.rows.positions, own=False, complete=False
+        )
+        return attention_weights(
+            self.query.gather(2, index),
+            self.rows.keys,
+            visibility.block(0, 1),
+            scaling=self.reading.scaling,
+            softcap=self.reading.softcap,
+            sinks=self.reading.sinks,
+        )[:, :, 0]
 
     @cached_property
     def column_sums(self) -> Tensor:
