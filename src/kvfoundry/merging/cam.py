@@ -145,7 +145,7 @@ class CamPrefill(Disposal):
         rows = evidence.rows
         if evidence.decoding:
             return rows
-        received = evidence.reduced(evidence.window_attention.mean(dim=2))
+        received = evidence.reduced(evidence.window_attention).mean(dim=2)
         first = torch.tensor([[math.ceil(self.start * n) for n in row] for row in rows.lengths.tolist()])
         first, lengths = first.to(received.device), rows.lengths.to(received.device)
         probability = prefill_probability(received, first, lengths, self.window)

@@ -29,9 +29,9 @@ def quest(
     prompt and the first `skip_layers` layers read everything, and so does every step while the budget covers all rows.
     Alone or on top of a method that drops rows: snapkv(budget=1024)+quest(budget=256) reads pages of what was kept.
 
-    rule: "kernel", of Quest's kernels, always reads the last page and counts it in the budget. "evaluation", of its
-    evaluation code, lets all pages compete and reads at least 3. "tokens", KVCache-Factory's, reads the newest `recent`
-    rows and exactly as many others as the budget leaves, cut at the newest end.
+    rule: "kernel", of Quest's kernels, always reads the last page, which counts in the budget, and at least one other.
+    "evaluation", of its evaluation code, lets all pages compete and reads at least 3. "tokens", KVCache-Factory's, reads the newest `recent`
+    rows and exactly as many others as the budget leaves, cut at the newest end; `recent` is for this rule only.
     granularity: "kv_head" reads one set of pages per KV head, for its query heads together, by the `group` reduction of
     their scores; "query_head", as in the paper's code, one set for each.
     """
@@ -44,6 +44,4 @@ def quest(
     choice("group", group, ("mean", "max", "sum"))
     if isinstance(budget, int) and page > budget:
         raise SpecError(f"quest: a page of {page} rows does not fit a budget of {budget}; make the page smaller.")
-    if recent and rule != "tokens":
-        raise SpecError("quest: recent belongs to rule='tokens'; the other rules read whole pages.")
     return Piece(read=PageReader(budget, page, skip_layers, rule, recent, granularity, group))  # type: ignore[arg-type]

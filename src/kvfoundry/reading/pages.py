@@ -58,10 +58,10 @@ def evaluation_pages(scores: Tensor, counts: Tensor, budget: Tensor) -> Tensor:
 
 
 def kernel_pages(scores: Tensor, counts: Tensor, budget: Tensor) -> Tensor:
-    """The rule of Quest's kernels: the last page, the one being filled, is always read and counts in the budget."""
+    """The rule of Quest's kernels: the last page, the one being filled, is always read, and at least one other."""
     number = torch.arange(scores.shape[-1], device=scores.device)
     scores = scores.masked_fill(number == counts[..., None] - 1, torch.inf)
-    return best_pages(scores, counts, budget.clamp(min=1))
+    return best_pages(scores, counts, budget.clamp(min=2))
 
 
 def factory_tokens(
