@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from kvfoundry.kernels.attention import backend
 from kvfoundry.layer import CacheLayer, Prompt, storage_bytes
 from kvfoundry.method import Method
 from kvfoundry.rope import Rope
+from kvfoundry.selection.budgets import ModelShape
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
 # Layers that hold a recurrent state, or nothing, instead of rows: transformers' own classes serve them.
@@ -36,10 +38,14 @@ class KVCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel, method: str | Method | None = None):
-        self.method = Method.parse("fullkv" if method is None else method)
+        self.method = Method.parse("fullkv" if method is None else method).fitted(_shape(model))
         attach(model)
         self.prompt = Prompt()
         super().__init__(layers=_layers(model, self.method, self.prompt))
+
+    @cached_property
+    def _first(self) -> CacheLayer:
+        return self.attention_layers[0]
 
     @property
     def attention_layers(self) -> list[CacheLayer]:
@@ -57,15 +63,13 @@ class KVCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model. Refuses to go on from a forward pass that was interrupted halfway."""
-        layer = self.layers[layer_idx]
-        if isinstance(layer, CacheLayer):
-            first = self.attention_layers[0]
-            if layer is first:
-                if any(other.seen != first.seen or other.is_interrupted for other in self.attention_layers):
-                    raise CacheStateError(
-                        "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
-                        "call reset() on this cache before using it again."
-                    )
+        if self.layers[layer_idx] is self._first:
+            first, rest = self._first, self.attention_layers
+            if any(layer.seen != first.seen or layer.is_interrupted for layer in rest):
+                raise CacheStateError(
+                    "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
+                    "call reset() on this cache before using it again."
+                )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
@@ -81,7 +85,7 @@ class KVCache(Cache):
     @property
     def seen_tokens(self) -> int:
         """Columns seen, padding included: the position of the next token of an unpadded row."""
-        return self.attention_layers[0].seen
+        return self._first.seen
 
     @property
     def kept_rows(self) -> float:
@@ -114,7 +118,8 @@ class KVCache(Cache):
         if not layers or any(layer.rows_lost_at for layer in layers):
             return []
         longest = max(int(layer.real.max()) for layer in layers if layer.real is not None)
-        if self.method.schedule.prefill == "never" and self.method.schedule.every is None:
+        schedule = self.method.schedule
+        if schedule.prefill == "never" and schedule.every is None and self.method.reconstructs is None:
             return [f"{self.method} dropped nothing: its schedule never acts."]
         return [f"{self.method} dropped nothing: {longest} tokens are within its budget."]
 
@@ -134,6 +139,18 @@ class KVCache(Cache):
     def _is_stateless(self) -> list[bool]:
         return [type(layer).__name__ == "DummyLayer" for layer in self.layers]
 
+    def activate_past_recording(self) -> None:
+        """Called by transformers before assisted or prompt-lookup decoding, which takes rejected tokens back.
+
+        Raises CacheStateError when the method drops rows.
+        """
+        if any(layer.evicts for layer in self.attention_layers):
+            raise CacheStateError(
+                f"assisted and prompt-lookup decoding take tokens back (crop), and {self.method} drops rows that this "
+                "needs; use fullkv, or decode without an assistant."
+            )
+        super().activate_past_recording()
+
     def reset(self) -> None:
         """Empty the cache; the memory is freed and the next call starts a new prompt."""
         super().reset()
@@ -151,6 +168,15 @@ def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None
             "slot positions; use positions='original'."
         )
     return rope
+
+
+def _shape(model: PreTrainedModel) -> ModelShape:
+    config = model.config.get_text_config(decoder=True)
+    types = [kind for kind, _ in compat.layer_types(config)]
+    full = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
+    query_heads = getattr(config, "num_attention_heads", 1)
+    kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
+    return ModelShape(family_of(model), len(types), full, query_heads, kv_heads)
 
 
 def _layers(model: PreTrainedModel, method: Method, prompt: Prompt) -> list[Any]:

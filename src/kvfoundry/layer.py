@@ -6,7 +6,7 @@ Ours returns the layer itself, so that everything meets in `attend`: query, new 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvfoundry.prompt_mask import PromptMask
 from kvfoundry.reading.state import PageState
 from kvfoundry.rope import Rope
 from kvfoundry.selection.evict import evict
-from kvfoundry.selection.evidence import Evidence
+from kvfoundry.selection.evidence import Evidence, Summary
 from kvfoundry.slots import Sinks
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
@@ -80,6 +80,8 @@ class CacheLayer(CacheLayerMixin):
         self.family = family
         self.prompt = prompt or Prompt()
         self.rope = rope
+        # Called in place of eviction while set; the rows of such a call are read and then forgotten.
+        self.watch: Callable[[CacheLayer, Tensor, Tensor, Reading, nn.Module | None], None] | None = None
         self._noted = 0
         self._clear()
 
@@ -87,6 +89,7 @@ class CacheLayer(CacheLayerMixin):
         self.rows: Layout | None = None
         self.seen = 0  # columns, padding included
         self.real: Tensor | None = None  # [batch] real tokens, on the CPU
+        self._longest = 0  # the largest of them
         self.rows_lost_at = 0  # columns seen when rows were last dropped
         self._budget: Tensor | None = None
         self._since_eviction = 0
@@ -94,6 +97,8 @@ class CacheLayer(CacheLayerMixin):
         self._sinks: Sinks | None = None
         self._pages: PageState | None = None
         self._read_budget: Tensor | None = None
+        self._summary: Summary = {}
+        self.reconstructed = False
         self._pending: tuple[Tensor, Tensor] | None = None
         self._halfway = False  # inside `attend`, or thrown out of it
         self.is_initialized = False
@@ -197,6 +202,7 @@ class CacheLayer(CacheLayerMixin):
         tokens = mask.tokens(columns, self.seen, self.real, query.device)
         if tokens.gather is not None:
             query, keys, values = (_columns(tensor, tokens.gather) for tensor in (query, keys, values))
+        in_prompt = self._enter(columns)
         self._halfway = True
         reading = Reading(
             self.kernel,
@@ -206,19 +212,28 @@ class CacheLayer(CacheLayerMixin):
             self.rule,
             self.method.unread_distance if self.seen else None,
         )
-        in_prompt = self._enter(columns)
+        before = (self.rows.lengths if self.rows is not None else None, self.real, self._longest)
         own = self.rows is None
         self.real = self.real + (columns if tokens.counts is None else tokens.counts)
+        self._longest = self._longest + columns if tokens.counts is None else int(self.real.max())
         self._store(keys, values, tokens.positions, tokens.counts)
         assert self.rows is not None
         output = self._read(query, tokens.positions, reading, in_prompt=in_prompt)
+        if columns > 1:  # a single row cannot make a new peak that `peak_nbytes` of the cache would not see
+            self._note_bytes()
+        if self.watch is not None:
+            self.watch(self, query, tokens.positions, reading, module)
+            assert before[0] is not None
+            self.rows, self.real, self._longest = self.rows.truncated(before[0]), before[1], before[2]
+            self._halfway = False
+            return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
         self.seen += columns
-        self._note_bytes()
         if self.evicts:
             self._apply(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
         elif self.rule.span is not None:
             self._leave_window(columns)
-        self._note_bytes()
+        if columns > 1:
+            self._note_bytes()
         self._halfway = False
         return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
 
@@ -242,6 +257,7 @@ class CacheLayer(CacheLayerMixin):
             return self.rows.attend(query, positions, reading)
         if in_prompt or self._read_budget is None:
             self._read_budget = reader.budget_rows(self.real)
+        if in_prompt or self.watch is not None:
             return self.rows.attend(query, positions, reading)
         output, self._pages = reader.attend(self.rows, query, positions, reading, self._pages, self._read_budget)
         return output
@@ -250,11 +266,37 @@ class CacheLayer(CacheLayerMixin):
         """Whether this call belongs to the prompt. The first call is the whole prompt unless announced otherwise."""
         if self.prompt.tokens is None:
             self.prompt.tokens = columns
-        return self.seen < self.prompt.tokens
+        in_prompt = self.seen < self.prompt.tokens
+        waits = self.method.reconstructs is not None and self.evicts and not self.reconstructed
+        if waits and not in_prompt and self.watch is None:
+            if self.exceeds_budget():
+                raise CacheStateError(
+                    f"{self.method} has to read the prompt a second time before decoding: use kvfoundry.generate or "
+                    "kvfoundry.prefill, or call kvfoundry.compress_by_reconstruction(model, tokenizer, cache, ids)."
+                )
+            self.reconstructed = True  # the prompt was within the budget
+        return in_prompt
+
+    def budget_rows(self) -> Tensor:
+        """Rows per head that the method grants for the tokens seen: [batch], on the CPU."""
+        assert self.method.budget is not None and self.real is not None
+        return self.method.budget.rows(self.real, self.layer_idx, self.num_layers)
+
+    def exceeds_budget(self) -> bool:
+        """Whether any head stores more rows than the method grants."""
+        return self.rows is not None and bool((self.rows.lengths > self.budget_rows()[:, None]).any())
+
+    def evict(self, evidence: Evidence, method: Method) -> None:
+        """Drop rows down to the budget now, as `method` says; evidence.rows is the view of the present rows."""
+        assert self.rows is not None
+        kept = evict(method, self.rows, evidence, self.budget_rows())
+        if kept is not self.rows:
+            self.rows, self.rows_lost_at, self._pages = kept, self.seen, None
+        self._note_bytes()
 
     def _store(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None) -> None:
         assert self.real is not None
-        last_position = int(self.real.max()) - 1
+        last_position = self._longest - 1
         if self.rows is None:
             self.rows = DenseRows.of_tokens(keys, values, positions, counts, last_position)
             return
@@ -283,7 +325,7 @@ class CacheLayer(CacheLayerMixin):
         acts_later = schedule.every is not None or not (in_prompt and prompt_ends)
         if in_prompt:
             due = schedule.prefill == "chunk" or (schedule.prefill == "end" and prompt_ends)
-            self._budget = method.budget.rows(self.real, self.layer_idx, self.num_layers)
+            self._budget = self.budget_rows()
         else:
             self._since_eviction += columns
             due = schedule.every is not None and self._since_eviction >= schedule.every
@@ -312,7 +354,8 @@ class CacheLayer(CacheLayerMixin):
         if observers:
             columns_now = {name: column for axis in observers for name, column in axis.observe(evidence).items()}
             self.rows = self.rows.with_columns(columns_now)
-            evidence = replace(evidence, rows=replace(evidence.rows, columns=columns_now))
+            self._summary = method.score.summary(evidence, self._summary)
+            evidence = replace(evidence, rows=replace(evidence.rows, columns=columns_now), summary=self._summary)
         if due:
             self._since_eviction = 0
             budget = self._budget
@@ -326,19 +369,22 @@ class CacheLayer(CacheLayerMixin):
                 if self._sinks is not None:
                     self.rows = self._sinks.moved_into(self.rows, self.real)
         if not acts_later:
-            self._window = None
+            self._window, self._summary = None, {}
             self.rows = self.rows.with_columns({})
 
     def _take_sinks(self) -> None:
-        """Before the first row goes, set the sinks aside as they were computed."""
-        if not self.method.slot_positions or self._sinks is not None:
+        """Before the first row of a sequence goes, set its sinks aside as they were computed."""
+        if not self.method.slot_positions:
             return
         if self.rope is None:
             raise CacheStateError(
                 f"{self.method}: slot positions need the model's RoPE; use it through KVCache(model)."
             )
-        assert self.rows is not None
-        self._sinks = Sinks.taken_from(self.rows, self.method.protect.sinks, self.rope)
+        assert self.rows is not None and self.real is not None
+        if self._sinks is None:
+            self._sinks = Sinks.taken_from(self.rows, self.method.protect.sinks, self.rope)
+        else:
+            self._sinks = self._sinks.renewed(self.rows, self.real)
 
     def _remember_window(self, query: Tensor, positions: Tensor, *, keep: bool) -> None:
         """Hold the last queries of every sequence, as many as the score asks for."""
@@ -392,6 +438,7 @@ class CacheLayer(CacheLayerMixin):
             yield self._sinks.keys
         if self._pages is not None:
             yield from self._pages.tensors()
+        yield from self._summary.values()
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -436,7 +483,8 @@ class CacheLayer(CacheLayerMixin):
             return
         if remaining < 0:
             raise CacheStateError(f"cannot take back {-tokens_to_remove} tokens: the cache has seen {self.seen}.")
-        if self.evicts and (remaining < self.rows_lost_at or self._since_eviction or self.method.schedule.every):
+        unfinished = self.prompt.tokens is not None and self.seen < self.prompt.tokens
+        if self.evicts and (remaining < self.rows_lost_at or unfinished or self.method.schedule.every):
             raise CacheStateError(
                 f"cannot take tokens back under {self.method}: rows of the remaining tokens are already dropped. "
                 "Use fullkv for assisted or prompt-lookup decoding, or fork() the cache before trying tokens."
@@ -464,6 +512,7 @@ class CacheLayer(CacheLayerMixin):
         self.rows, self.seen, self.real = self.rows.truncated(kept), remaining, real
         if self._pages is not None:
             self._pages.truncate(kept)
+        self._longest = int(real.max())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Batch rows in the order `beam_idx` (beam search)."""
@@ -482,10 +531,12 @@ class CacheLayer(CacheLayerMixin):
         self.rows = self.rows.select_batch(indices)
         host = indices.cpu()
         self.real = self.real[host]
+        self._longest = int(self.real.max())
         self._budget = None if self._budget is None else self._budget[host]
         self._read_budget = None if self._read_budget is None else self._read_budget[host]
         self._sinks = None if self._sinks is None else self._sinks.selected(indices)
         self._pages = None if self._pages is None else self._pages.selected(indices)
+        self._summary = {name: value[indices.to(value.device)] for name, value in self._summary.items()}
         if self._window is not None:
             device_indices = indices.to(self._window[0].device)
             self._window = (self._window[0][device_indices], self._window[1][device_indices])
@@ -502,11 +553,12 @@ class CacheLayer(CacheLayerMixin):
             prompt=prompt,
             rope=self.rope,
         )
-        twin._sinks = self._sinks
+        twin._sinks, twin._summary, twin.reconstructed = self._sinks, self._summary, self.reconstructed
         twin._pages = None if self._pages is None else self._pages.shared()
         twin._read_budget = self._read_budget
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
+        twin._longest = self._longest
         twin._budget, twin._since_eviction, twin._window = self._budget, self._since_eviction, self._window
         twin.is_initialized, twin.peak_nbytes, twin._noted = self.is_initialized, self.peak_nbytes, self._noted
         return twin

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from kvfoundry.errors import SpecError, unknown_name
 from kvfoundry.method import Call, Method
 from kvfoundry.registry import REQUIRED, Kind, MethodInfo, entry
+from kvfoundry.selection.budgets import UniformBudget
 
 Kinds: tuple[Kind, ...] = get_args(Kind)
 
@@ -30,9 +31,12 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
     order = sorted(range(len(entered)), key=lambda i: entered[i][0].kind != "method")
     axes: dict[str, Any] = {}
     claimed_by: dict[str, str] = {}
+    idle: list[str] = []
     for i in order:
         info, call = entered[i][0], completed[i]
         piece = info.build(**dict(call.arguments))
+        if info.kind == "method" and not piece.claimed():
+            idle.append(info.name)
         for axis in piece.claimed():
             value = getattr(piece, axis)
             refines = info.kind == "piece" and axis in _REFINABLE
@@ -41,9 +45,25 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
             # Protection adds up: refining the sinks of a method must not unprotect its window.
             axes[axis] = axes[axis] | value if axis == "protect" and axis in axes else value
             claimed_by[axis] = info.name
+    _settle_layers(axes, claimed_by)
     method = Method(calls=tuple(completed), **axes)
+    if idle and method.evicts:
+        raise SpecError(f"{idle[0]} keeps every row, but {claimed_by['budget']} drops some; use one of them.")
     _check_budget(method)
-    return method
+    _check_schedule(method)
+    return method if method.budget is None else method.replace(budget=method.budget.holding(method.protect))
+
+
+def _settle_layers(axes: dict[str, Any], claimed_by: dict[str, str]) -> None:
+    """A spread over the layers takes the place of the uniform budget that it refines."""
+    layers, budget = axes.pop("layers", None), axes.get("budget")
+    if layers is None or budget is None:
+        return
+    if not isinstance(budget, UniformBudget):
+        raise SpecError(
+            f"{claimed_by['budget']} and {claimed_by['layers']} both share the budget among the layers; use one."
+        )
+    axes["budget"] = layers.over(budget.amount)
 
 
 def stores_within(name: str) -> bool:
@@ -60,12 +80,19 @@ def _check_budget(method: Method) -> None:
             refining, keeping = " and ".join(names["piece"]), " and ".join(names["method"])
             raise SpecError(f"{keeping} drops no rows, so {refining} has nothing to act on.")
         return
-    amount, protect = method.budget.amount, method.protect
-    if isinstance(amount, int) and amount < protect.sinks + protect.recent:
+    protect = method.protect
+    for amount in (method.budget.amount, method.schedule.cap):
+        if not isinstance(amount, int) or amount >= protect.sinks + protect.recent:
+            continue
         raise SpecError(
             f"{method}: a budget of {amount} rows cannot hold the rows that are always kept "
             f"({protect.sinks} first and {protect.recent} newest tokens); raise the budget or protect fewer."
         )
+
+
+def _check_schedule(method: Method) -> None:
+    if method.reconstructs is not None and (method.schedule.prefill != "never" or method.schedule.every is not None):
+        raise SpecError(f"{method}: a reconstructing method acts once, after the whole prompt; it takes no schedule.")
 
 
 def _complete(info: MethodInfo, arguments: dict[str, Any]) -> Call:

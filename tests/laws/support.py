@@ -14,10 +14,8 @@ from kvfoundry.method import Method
 from kvfoundry.registry import REQUIRED, MethodInfo
 
 # Values for parameters by name, small enough for tiny prompts. A parameter that is not here keeps its default.
-SMALL: dict[str, Any] = {
-    **{"window": 4, "sinks": 2, "recent": 3, "kernel": 3, "skip_layers": 0, "every": 3},
-    **{"proxies": 3, "history": 4, "merge": 4, "page": 4},
-}
+SMALL: dict[str, Any] = {"window": 4, "sinks": 2, "recent": 3, "kernel": 3, "skip_layers": 0, "every": 3}
+SMALL |= {"proxies": 3, "history": 4, "merge": 4, "page": 4}
 
 
 def small_call(info: MethodInfo, budget: int | float, **given: Any) -> str:
@@ -78,12 +76,12 @@ def greedy(model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor | None 
 
 def kept_positions(cache: kvfoundry.KVCache, row: int = 0) -> list[list[list[int]]]:
     """Token indices that every head of every layer holds for one batch row, in storage order."""
-    return [
-        [head[head >= 0].tolist() for head in layer.positions[row]] for layer in cache.attention_layers
-    ]
+    return [[head[head >= 0].tolist() for head in layer.positions[row]] for layer in cache.attention_layers]
 
 
-def random_rows(batch: int, query_heads: int, heads: int, tokens: int, dim: int = 16, seed: int = 0) -> tuple[Tensor, ...]:
+def random_rows(
+    batch: int, query_heads: int, heads: int, tokens: int, dim: int = 16, seed: int = 0
+) -> tuple[Tensor, ...]:
     """Query [batch, query_heads, tokens, dim], key and value [batch, heads, tokens, dim]."""
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(batch, query_heads, tokens, dim, generator=generator)

@@ -69,7 +69,7 @@ def test_kept_rows_are_what_was_asked_whatever_the_scores(budget, sinks, recent,
         for head in range(HEADS):
             held = [p for p in layer.positions[row, head].tolist() if p >= 0]
             assert len(held) == int(layer.lengths[row, head]) == asked
-            assert held == sorted(set(held)) and 0 <= held[0] and held[-1] < length
+            assert held == sorted(set(held)) and held[0] >= 0 and held[-1] < length
             assert protected <= set(held)
             # Kept rows are the rows themselves, in order.
             original = key[row, head, tokens - length :]

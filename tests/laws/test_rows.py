@@ -134,4 +134,22 @@ def test_a_batch_of_nothing_but_equal_lengths_needs_no_mask(tiny_model):
         cache = kvfoundry.KVCache(model, small_spec(name))
         tokens = greedy(model, cache, ids)
         for row in range(3):
-            assert torch.equal(tokens[row], greedy(model, kvfoundry.KVCache(model, small_spec(name)), ids[row : row + 1])[0])
+            assert torch.equal(
+                tokens[row], greedy(model, kvfoundry.KVCache(model, small_spec(name)), ids[row : row + 1])[0]
+            )
+
+
+@pytest.mark.parametrize("budget", [12, 0.5])
+@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
+def test_slot_positions_follow_each_row(budget, granularity, tiny_model):
+    """B21, B24: a row shorter than its sinks when the others already drop rows still moves its own keys."""
+    spec = f"streamingllm(budget={budget}, sinks=4, positions=slot, granularity={granularity})"
+    model, lengths = tiny_model("llama"), [40, 13, 2]
+    ids, mask = left_padded(lengths)
+    together = kvfoundry.KVCache(model, spec)
+    tokens = greedy(model, together, ids, mask, steps=24)
+    for row, length in enumerate(lengths):
+        alone = kvfoundry.KVCache(model, spec)
+        assert torch.equal(tokens[row], greedy(model, alone, ids[row : row + 1, -length:], steps=24)[0])
+        held = alone.layers[0].keys[0]
+        assert torch.allclose(together.layers[0].keys[row, :, : held.shape[1]], held, atol=1e-4)

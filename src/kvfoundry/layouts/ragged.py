@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, Stretches, split_groups, widened
+from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, Stretches, split_groups, widened, writable
 
 # Spare slots per head when a buffer grows in decode.
 _SPARE_SLOTS = 16
@@ -83,7 +83,7 @@ class RaggedRows(Layout):
 
     def _reserve(self, lengths: Tensor) -> None:
         """Make room for `lengths` rows per head, in memory that only this layout writes."""
-        if not self._shared and bool((lengths <= self._capacities).all()):
+        if not self._shared and writable(self._keys) and bool((lengths <= self._capacities).all()):
             return
         short = lengths > self._capacities
         capacities = torch.where(short, lengths + _SPARE_SLOTS, self._capacities)

@@ -9,8 +9,8 @@ from kvfoundry.selection.budgets import Amount, UniformBudget, checked_amount
 from kvfoundry.selection.draws import HashedDraws
 from kvfoundry.selection.protect import Protect
 from kvfoundry.selection.schedule import Schedule
-from kvfoundry.selection.scores.grouped_window import GroupedWindowAttention
 from kvfoundry.selection.scores.recency import Recency
+from kvfoundry.selection.scores.summed_window import SummedWindowAttention
 
 
 @register(
@@ -63,7 +63,7 @@ def cam(
             dispose=CamMerge(merge, prompt=False, draws=HashedDraws(seed)),
         )
     return Piece(
-        score=GroupedWindowAttention(window),
+        score=SummedWindowAttention(window, group_first=True),
         budget=UniformBudget(budget),
         protect=Protect(recent=window),
         schedule=Schedule(prefill="end"),

@@ -8,7 +8,7 @@ from kvfoundry.selection.budgets import Amount, UniformBudget, checked_amount
 from kvfoundry.selection.choose import TopThenSampled
 from kvfoundry.selection.draws import HashedDraws
 from kvfoundry.selection.protect import Protect
-from kvfoundry.selection.scores.window_attention import WindowAttention
+from kvfoundry.selection.scores.summed_window import SummedWindowAttention
 
 
 @register(
@@ -50,7 +50,7 @@ def nacl(
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not temperature >= 0:
         raise SpecError(f"nacl: temperature must be a number of at least 0, got {temperature!r}.")
     return Piece(
-        score=WindowAttention(proxies, kernel=1),
+        score=SummedWindowAttention(proxies),
         budget=UniformBudget(budget),
         choose=TopThenSampled(random, float(temperature), HashedDraws(seed)) if random else None,
         protect=Protect(sinks=sinks, recent=proxies),

@@ -30,8 +30,9 @@ def quest(
     Alone or on top of a method that drops rows: snapkv(budget=1024)+quest(budget=256) reads pages of what was kept.
 
     rule: "kernel", of Quest's kernels, always reads the last page, which counts in the budget, and at least one other.
-    "evaluation", of its evaluation code, lets all pages compete and reads at least 3. "tokens", KVCache-Factory's, reads the newest `recent`
-    rows and exactly as many others as the budget leaves, cut at the newest end; `recent` is for this rule only.
+    "evaluation", of its evaluation code, lets all pages compete and reads at least 3. "tokens", KVCache-Factory's,
+    reads the newest `recent` rows and exactly as many others as the budget leaves, cut at the newest end; `recent` is
+    for this rule only.
     granularity: "kv_head" reads one set of pages per KV head, for its query heads together, by the `group` reduction of
     their scores; "query_head", as in the paper's code, one set for each.
     """
