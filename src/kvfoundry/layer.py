@@ -20,6 +20,7 @@ from kvfoundry.layouts import DenseRows, Layout
 from kvfoundry.layouts.base import Reading
 from kvfoundry.method import Method
 from kvfoundry.prompt_mask import PromptMask
+from kvfoundry.reading.state import PageState
 from kvfoundry.rope import Rope
 from kvfoundry.selection.evict import evict
 from kvfoundry.selection.evidence import Evidence, Summary
@@ -94,6 +95,8 @@ class CacheLayer(CacheLayerMixin):
         self._since_eviction = 0
         self._window: tuple[Tensor, Tensor] | None = None
         self._sinks: Sinks | None = None
+        self._pages: PageState | None = None
+        self._read_budget: Tensor | None = None
         self._summary: Summary = {}
         self.reconstructed = False
         self._pending: tuple[Tensor, Tensor] | None = None
@@ -215,7 +218,7 @@ class CacheLayer(CacheLayerMixin):
         self._longest = self._longest + columns if tokens.counts is None else int(self.real.max())
         self._store(keys, values, tokens.positions, tokens.counts)
         assert self.rows is not None
-        output = self.rows.attend(query, tokens.positions, reading)
+        output = self._read(query, tokens.positions, reading, in_prompt=in_prompt)
         if columns > 1:  # a single row cannot make a new peak that `peak_nbytes` of the cache would not see
             self._note_bytes()
         if self.watch is not None:
@@ -246,6 +249,19 @@ class CacheLayer(CacheLayerMixin):
         self.peak_nbytes = max(self.peak_nbytes, held)
         self.prompt.peak_nbytes = max(self.prompt.peak_nbytes, self.prompt.nbytes)
 
+    def _read(self, query: Tensor, positions: Tensor, reading: Reading, *, in_prompt: bool) -> Tensor:
+        """Attend to all rows, or in decode to those that the method's reader picks."""
+        assert self.rows is not None and self.real is not None
+        reader = self.method.read
+        if reader is None or self.rule.span is not None or self.layer_idx < reader.skip_layers:
+            return self.rows.attend(query, positions, reading)
+        if in_prompt or self._read_budget is None:
+            self._read_budget = reader.budget_rows(self.real)
+        if in_prompt or self.watch is not None:
+            return self.rows.attend(query, positions, reading)
+        output, self._pages = reader.attend(self.rows, query, positions, reading, self._pages, self._read_budget)
+        return output
+
     def _enter(self, columns: int) -> bool:
         """Whether this call belongs to the prompt. The first call is the whole prompt unless announced otherwise."""
         if self.prompt.tokens is None:
@@ -275,7 +291,7 @@ class CacheLayer(CacheLayerMixin):
         assert self.rows is not None
         kept = evict(method, self.rows, evidence, self.budget_rows())
         if kept is not self.rows:
-            self.rows, self.rows_lost_at = kept, self.seen
+            self.rows, self.rows_lost_at, self._pages = kept, self.seen, None
         self._note_bytes()
 
     def _store(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None) -> None:
@@ -332,9 +348,11 @@ class CacheLayer(CacheLayerMixin):
             self.rope,
             module,
             method.granularity,
+            decoding=not in_prompt,
         )
-        if method.score.accumulates:
-            columns_now = method.score.observe(evidence)
+        observers = [axis for axis in (method.score, method.dispose) if axis is not None and axis.accumulates]
+        if observers:
+            columns_now = {name: column for axis in observers for name, column in axis.observe(evidence).items()}
             self.rows = self.rows.with_columns(columns_now)
             self._summary = method.score.summary(evidence, self._summary)
             evidence = replace(evidence, rows=replace(evidence.rows, columns=columns_now), summary=self._summary)
@@ -347,7 +365,7 @@ class CacheLayer(CacheLayerMixin):
             kept = evict(method, self.rows, evidence, budget)
             if kept is not self.rows:
                 self._take_sinks()
-                self.rows, self.rows_lost_at = kept, self.seen
+                self.rows, self.rows_lost_at, self._pages = kept, self.seen, None
                 if self._sinks is not None:
                     self.rows = self._sinks.moved_into(self.rows, self.real)
         if not acts_later:
@@ -418,6 +436,8 @@ class CacheLayer(CacheLayerMixin):
             yield from self._window
         if self._sinks is not None:
             yield self._sinks.keys
+        if self._pages is not None:
+            yield from self._pages.tensors()
         yield from self._summary.values()
 
     @property
@@ -490,6 +510,8 @@ class CacheLayer(CacheLayerMixin):
                 f"cannot take back {removed} tokens: a window layer keeps only {ROLLBACK} tokens beyond its window."
             )
         self.rows, self.seen, self.real = self.rows.truncated(kept), remaining, real
+        if self._pages is not None:
+            self._pages.truncate(kept)
         self._longest = int(real.max())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -511,7 +533,9 @@ class CacheLayer(CacheLayerMixin):
         self.real = self.real[host]
         self._longest = int(self.real.max())
         self._budget = None if self._budget is None else self._budget[host]
+        self._read_budget = None if self._read_budget is None else self._read_budget[host]
         self._sinks = None if self._sinks is None else self._sinks.selected(indices)
+        self._pages = None if self._pages is None else self._pages.selected(indices)
         self._summary = {name: value[indices.to(value.device)] for name, value in self._summary.items()}
         if self._window is not None:
             device_indices = indices.to(self._window[0].device)
@@ -530,6 +554,8 @@ class CacheLayer(CacheLayerMixin):
             rope=self.rope,
         )
         twin._sinks, twin._summary, twin.reconstructed = self._sinks, self._summary, self.reconstructed
+        twin._pages = None if self._pages is None else self._pages.shared()
+        twin._read_budget = self._read_budget
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
         twin._longest = self._longest

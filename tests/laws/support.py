@@ -15,6 +15,7 @@ from kvfoundry.registry import REQUIRED, MethodInfo
 
 # Values for parameters by name, small enough for tiny prompts. A parameter that is not here keeps its default.
 SMALL: dict[str, Any] = {"window": 4, "sinks": 2, "recent": 3, "kernel": 3, "skip_layers": 0, "every": 3}
+SMALL |= {"proxies": 3, "history": 4, "merge": 4, "page": 4}
 
 
 def small_call(info: MethodInfo, budget: int | float, **given: Any) -> str:
