@@ -36,7 +36,8 @@ def compress_by_reconstruction(
 ) -> None:
     """Run the second pass of a reconstructing method (`kvzip`) and drop what its budget does not hold.
 
-    ids: [batch, tokens], everything that the cache has seen; attention_mask: the same shape, 0 for padding.
+    ids: [batch, tokens], everything that the cache has seen; attention_mask: the same shape, 0 for padding, which must
+    not count in the positions under which the prompt was read (`generate` sees to that).
     `kvfoundry.generate` and `kvfoundry.prefill` do this by themselves. By hand:
 
         cache = kvfoundry.KVCache(model, "kvzip(budget=256)")
