@@ -463,7 +463,8 @@ class CacheLayer(CacheLayerMixin):
             return
         if remaining < 0:
             raise CacheStateError(f"cannot take back {-tokens_to_remove} tokens: the cache has seen {self.seen}.")
-        if self.evicts and (remaining < self.rows_lost_at or self._since_eviction or self.method.schedule.every):
+        unfinished = self.prompt.tokens is not None and self.seen < self.prompt.tokens
+        if self.evicts and (remaining < self.rows_lost_at or unfinished or self.method.schedule.every):
             raise CacheStateError(
                 f"cannot take tokens back under {self.method}: rows of the remaining tokens are already dropped. "
                 "Use fullkv for assisted or prompt-lookup decoding, or fork() the cache before trying tokens."

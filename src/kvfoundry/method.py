@@ -232,7 +232,7 @@ def _value(node: ast.expr, name: str, parameter: str) -> Any:
         return float("nan") if node.id.lower() == "nan" else node.id
     try:
         value = ast.literal_eval(node)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise SpecError(f"{name}: the value of {parameter} must be a number, a word or a quoted string.") from error
     return _frozen(value)
 

@@ -14,6 +14,7 @@ from tiny_models import FAMILIES, left_padded, random_ids
 from transformers import DynamicCache, PreTrainedModel
 
 import kvfoundry
+import kvfoundry.layer as layer_module
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.layer import CacheLayer
 from kvfoundry.method import Method
@@ -196,15 +197,10 @@ def test_the_prompt_is_compressed_once_and_decode_grows_by_one(name, tiny_model)
 @pytest.mark.parametrize("name", EVICTING)
 def test_a_prompt_above_its_budget_is_compressed_exactly_once(name, tiny_model, monkeypatch):
     """B08: decode of one and of several tokens is never taken for another prompt."""
-    model, method = (
-        tiny_model("llama"),
-        Method.parse(small_spec(name, 12) if "+" in small_spec(name) else small_spec(name, 12)),
-    )
+    model, method = tiny_model("llama"), Method.parse(small_spec(name, 12))
     if method.schedule.every is not None:
         pytest.skip(f"{name} also acts in decode")
     evictions = []
-    import kvfoundry.layer as layer_module
-
     evict = layer_module.evict
     monkeypatch.setattr(layer_module, "evict", lambda *args: evictions.append(1) or evict(*args))
     cache = kvfoundry.KVCache(model, method)
