@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfoundry import compat
 from kvfoundry.cache import KVCache
 from kvfoundry.errors import CacheStateError, DataError, SpecError
 from kvfoundry.kernels.column_max import column_max
@@ -161,7 +162,7 @@ def _received(
                 fed,
                 attention_mask=whole,
                 position_ids=positions,
-                past_key_values=cache,
+                **{compat.CACHE_ARGUMENT: cache},
                 use_cache=True,
                 logits_to_keep=1,
             )
