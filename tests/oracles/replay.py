@@ -224,6 +224,10 @@ def _model(case: Case, claim: Claim) -> None:
     recorded = _unmasked(case, tokens) or _recorded_layers(case, "indices")  # a masked entry is still stored
     if claim.inject:
         method = method.replace(score=GivenScores(tuple(_recorded_layers(case, "scores").values())))
+    if claim.normals and case.tensor("randn0") is not None:
+        numbers = tuple(case.tensor(f"randn{layer}") for layer in range(len(recorded)))
+        assert method.score is not None
+        method = method.replace(score=replace(method.score, draws=numbers))
     model = _load(folder)
     assert tokens == info["prefill_len"], f"the case has {tokens} tokens, its model was recorded with {info}"
     cache = kvfoundry.KVCache(model, method)
