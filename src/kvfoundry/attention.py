@@ -103,14 +103,15 @@ def _eager(
 class Attachment:
     """A model under our attention. As a context manager it restores the model's own attention on exit."""
 
-    def __init__(self, model: PreTrainedModel, restore: str | None):
-        self.model, self._restore = model, restore
+    def __init__(self, model: PreTrainedModel, restore: str | None, backends: dict[int, str]):
+        self.model, self._restore, self._backends = model, restore, backends
 
     def detach(self) -> None:
-        """Give the model its own attention back; does nothing when it was attached by someone else."""
+        """Give the model back what it had: its own attention, or the backend chosen by whoever attached it before."""
         if self._restore is not None and self.model.config._attn_implementation == NAME:
             self.model.set_attn_implementation(self._restore)
-        self._restore = None
+        _backend_of.update(self._backends)
+        self._restore, self._backends = None, {}
 
     def __enter__(self) -> Attachment:
         return self
@@ -137,6 +138,7 @@ def attach(model: PreTrainedModel, *, attn_implementation: str | None = None) ->
         AttentionInterface.register(NAME, attention)
         AttentionMaskInterface.register(NAME, prompt_mask)
         model.set_attn_implementation(NAME)
+    backends = {id(config): _backend_of[id(config)] for config in _configs(model) if own and id(config) in _backend_of}
     for config in _configs(model):
         if config._attn_implementation != NAME:
             model.set_attn_implementation(before)
@@ -144,7 +146,7 @@ def attach(model: PreTrainedModel, *, attn_implementation: str | None = None) ->
         if id(config) not in _backend_of:
             weakref.finalize(config, _backend_of.pop, id(config), None)
         _backend_of[id(config)] = chosen
-    return Attachment(model, None if own else before)
+    return Attachment(model, None if own else before, backends)
 
 
 def backend_of(model: PreTrainedModel) -> str:

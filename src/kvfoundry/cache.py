@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -64,7 +65,7 @@ class KVCache(Cache):
         """Called by the model. Refuses to go on from a forward pass that was interrupted halfway."""
         if self.layers[layer_idx] is self._first:
             first, rest = self._first, self.attention_layers
-            if any(layer.seen != first.seen or layer.is_waiting for layer in rest):
+            if any(layer.seen != first.seen or layer.is_interrupted for layer in rest):
                 raise CacheStateError(
                     "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
                     "call reset() on this cache before using it again."
@@ -78,7 +79,7 @@ class KVCache(Cache):
 
     @property
     def peak_nbytes(self) -> int:
-        """Largest size so far, prompt included, with one layer at a time at its full prompt."""
+        """Largest size so far, prompt included: layers prefill one after the other, each shrinks before the next."""
         return max(self.prompt.peak_nbytes, self.nbytes)
 
     @property
@@ -107,11 +108,14 @@ class KVCache(Cache):
         """What a reader of results must know: methods that did not act, and why."""
         if self.method.evicts and not self._full_layers():
             return [f"{self.method} acts on no layer: all attention layers of this model have a window of their own."]
+        if self.method.evicts and not any(layer.evicts for layer in self.attention_layers):
+            return [f"{self.method} acts on no layer: it skips all {len(self._full_layers())} full-attention layers."]
         layers = [layer for layer in self.attention_layers if layer.evicts and layer.real is not None]
         if not layers or any(layer.rows_lost_at for layer in layers):
             return []
         longest = max(int(layer.real.max()) for layer in layers if layer.real is not None)
-        if self.method.schedule.prefill == "never" and self.method.schedule.every is None:
+        schedule = self.method.schedule
+        if schedule.prefill == "never" and schedule.every is None and self.method.reconstructs is None:
             return [f"{self.method} dropped nothing: its schedule never acts."]
         return [f"{self.method} dropped nothing: {longest} tokens are within its budget."]
 
@@ -123,7 +127,7 @@ class KVCache(Cache):
         if len(self.attention_layers) != sum(not dummy for dummy in self._is_stateless()):
             raise CacheStateError("fork() is not available for models with recurrent-state layers; use copy.deepcopy.")
         twin = object.__new__(KVCache)
-        twin.method, twin.prompt = self.method, Prompt(self.prompt.tokens)
+        twin.method, twin.prompt = self.method, replace(self.prompt)
         layers = [layer.fork(twin.prompt) if isinstance(layer, CacheLayer) else layer for layer in self.layers]
         Cache.__init__(twin, layers=layers)
         return twin
@@ -131,10 +135,23 @@ class KVCache(Cache):
     def _is_stateless(self) -> list[bool]:
         return [type(layer).__name__ == "DummyLayer" for layer in self.layers]
 
+    def activate_past_recording(self) -> None:
+        """Called by transformers before assisted or prompt-lookup decoding, which takes rejected tokens back.
+
+        Raises CacheStateError when the method drops rows.
+        """
+        if any(layer.evicts for layer in self.attention_layers):
+            raise CacheStateError(
+                f"assisted and prompt-lookup decoding take tokens back (crop), and {self.method} drops rows that this "
+                "needs; use fullkv, or decode without an assistant."
+            )
+        super().activate_past_recording()
+
     def reset(self) -> None:
         """Empty the cache; the memory is freed and the next call starts a new prompt."""
         super().reset()
-        self.prompt.clear()
+        self.prompt.tokens = None
+        self.prompt.peak_nbytes = 0
 
 
 def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None:

@@ -6,8 +6,8 @@ Ours returns the layer itself, so that everything meets in `attend`: query, new 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from kvfoundry.method import Method
 from kvfoundry.prompt_mask import PromptMask
 from kvfoundry.rope import Rope
 from kvfoundry.selection.evict import evict
-from kvfoundry.selection.evidence import Evidence
+from kvfoundry.selection.evidence import Evidence, Summary
 from kvfoundry.slots import Sinks
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
@@ -39,25 +39,15 @@ _TENSOR_NAMES = {
 
 @dataclass
 class Prompt:
-    """What the layers of one cache share: where the prompt ends, and the largest size while it was read.
+    """What the layers of one cache share.
 
-    tokens: columns of the prompt, None until it is known. peak_nbytes: layers read a prompt one after the other, so
-    while one still holds all of it, those before it are already small.
+    tokens: where the prompt ends, None until it is known. nbytes, peak_nbytes: bytes that all layers hold together, as
+    each of them last noted, and the largest sum so far.
     """
 
     tokens: int | None = None
+    nbytes: int = 0
     peak_nbytes: int = 0
-    _held: dict[int, int] = field(default_factory=dict)
-
-    def clear(self) -> None:
-        """A new prompt will start."""
-        self.tokens, self.peak_nbytes = None, 0
-        self._held.clear()
-
-    def note(self, layer: int, nbytes: int) -> None:
-        """A layer holds so many bytes now."""
-        self._held[layer] = nbytes
-        self.peak_nbytes = max(self.peak_nbytes, sum(self._held.values()))
 
 
 class CacheLayer(CacheLayerMixin):
@@ -89,6 +79,9 @@ class CacheLayer(CacheLayerMixin):
         self.family = family
         self.prompt = prompt or Prompt()
         self.rope = rope
+        # Called in place of eviction while set; the rows of such a call are read and then forgotten.
+        self.watch: Callable[[CacheLayer, Tensor, Tensor, Reading, nn.Module | None], None] | None = None
+        self._noted = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -101,8 +94,13 @@ class CacheLayer(CacheLayerMixin):
         self._since_eviction = 0
         self._window: tuple[Tensor, Tensor] | None = None
         self._sinks: Sinks | None = None
+        self._summary: Summary = {}
+        self.reconstructed = False
         self._pending: tuple[Tensor, Tensor] | None = None
+        self._halfway = False  # inside `attend`, or thrown out of it
         self.is_initialized = False
+        self.peak_nbytes = 0
+        self._note_bytes()
 
     # The extension points of transformers.
 
@@ -120,11 +118,6 @@ class CacheLayer(CacheLayerMixin):
     def evicts(self) -> bool:
         """Whether the method drops rows of this layer."""
         return self.rule.span is None and self.method.acts_on(self.layer_idx)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether new rows came in that were never attended to."""
-        return self._pending is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the first rows bring shape, dtype and device."""
@@ -206,6 +199,8 @@ class CacheLayer(CacheLayerMixin):
         tokens = mask.tokens(columns, self.seen, self.real, query.device)
         if tokens.gather is not None:
             query, keys, values = (_columns(tensor, tokens.gather) for tensor in (query, keys, values))
+        in_prompt = self._enter(columns)
+        self._halfway = True
         reading = Reading(
             self.kernel,
             query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -214,29 +209,74 @@ class CacheLayer(CacheLayerMixin):
             self.rule,
             self.method.unread_distance if self.seen else None,
         )
-        in_prompt = self._enter(columns)
+        before = (self.rows.lengths if self.rows is not None else None, self.real, self._longest)
         own = self.rows is None
         self.real = self.real + (columns if tokens.counts is None else tokens.counts)
         self._longest = self._longest + columns if tokens.counts is None else int(self.real.max())
         self._store(keys, values, tokens.positions, tokens.counts)
         assert self.rows is not None
         output = self.rows.attend(query, tokens.positions, reading)
+        if columns > 1:  # a single row cannot make a new peak that `peak_nbytes` of the cache would not see
+            self._note_bytes()
+        if self.watch is not None:
+            self.watch(self, query, tokens.positions, reading, module)
+            assert before[0] is not None
+            self.rows, self.real, self._longest = self.rows.truncated(before[0]), before[1], before[2]
+            self._halfway = False
+            return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
         self.seen += columns
-        if columns > 1:
-            self.prompt.note(id(self), self.nbytes)
         if self.evicts:
             self._apply(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
         elif self.rule.span is not None:
             self._leave_window(columns)
         if columns > 1:
-            self.prompt.note(id(self), self.nbytes)
+            self._note_bytes()
+        self._halfway = False
         return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a call ended in an exception after rows were stored: only `reset` leads on from there."""
+        return self._halfway or self._pending is not None
+
+    def _note_bytes(self) -> None:
+        held = self.nbytes
+        self.prompt.nbytes += held - self._noted
+        self._noted = held
+        self.peak_nbytes = max(self.peak_nbytes, held)
+        self.prompt.peak_nbytes = max(self.prompt.peak_nbytes, self.prompt.nbytes)
 
     def _enter(self, columns: int) -> bool:
         """Whether this call belongs to the prompt. The first call is the whole prompt unless announced otherwise."""
         if self.prompt.tokens is None:
             self.prompt.tokens = columns
-        return self.seen < self.prompt.tokens
+        in_prompt = self.seen < self.prompt.tokens
+        waits = self.method.reconstructs is not None and self.evicts and not self.reconstructed
+        if waits and not in_prompt and self.watch is None:
+            if self.exceeds_budget():
+                raise CacheStateError(
+                    f"{self.method} has to read the prompt a second time before decoding: use kvfoundry.generate or "
+                    "kvfoundry.prefill, or call kvfoundry.compress_by_reconstruction(model, tokenizer, cache, ids)."
+                )
+            self.reconstructed = True  # the prompt was within the budget
+        return in_prompt
+
+    def budget_rows(self) -> Tensor:
+        """Rows per head that the method grants for the tokens seen: [batch], on the CPU."""
+        assert self.method.budget is not None and self.real is not None
+        return self.method.budget.rows(self.real, self.layer_idx, self.num_layers)
+
+    def exceeds_budget(self) -> bool:
+        """Whether any head stores more rows than the method grants."""
+        return self.rows is not None and bool((self.rows.lengths > self.budget_rows()[:, None]).any())
+
+    def evict(self, evidence: Evidence, method: Method) -> None:
+        """Drop rows down to the budget now, as `method` says; evidence.rows is the view of the present rows."""
+        assert self.rows is not None
+        kept = evict(method, self.rows, evidence, self.budget_rows())
+        if kept is not self.rows:
+            self.rows, self.rows_lost_at = kept, self.seen
+        self._note_bytes()
 
     def _store(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None) -> None:
         assert self.real is not None
@@ -269,7 +309,7 @@ class CacheLayer(CacheLayerMixin):
         acts_later = schedule.every is not None or not (in_prompt and prompt_ends)
         if in_prompt:
             due = schedule.prefill == "chunk" or (schedule.prefill == "end" and prompt_ends)
-            self._budget = method.budget.rows(self.real, self.layer_idx, self.num_layers)
+            self._budget = self.budget_rows()
         else:
             self._since_eviction += columns
             due = schedule.every is not None and self._since_eviction >= schedule.every
@@ -291,11 +331,13 @@ class CacheLayer(CacheLayerMixin):
             method.group,
             self.rope,
             module,
+            method.granularity,
         )
         if method.score.accumulates:
             columns_now = method.score.observe(evidence)
             self.rows = self.rows.with_columns(columns_now)
-            evidence = replace(evidence, rows=replace(evidence.rows, columns=columns_now))
+            self._summary = method.score.summary(evidence, self._summary)
+            evidence = replace(evidence, rows=replace(evidence.rows, columns=columns_now), summary=self._summary)
         if due:
             self._since_eviction = 0
             budget = self._budget
@@ -309,19 +351,22 @@ class CacheLayer(CacheLayerMixin):
                 if self._sinks is not None:
                     self.rows = self._sinks.moved_into(self.rows, self.real)
         if not acts_later:
-            self._window = None
+            self._window, self._summary = None, {}
             self.rows = self.rows.with_columns({})
 
     def _take_sinks(self) -> None:
-        """Before the first row goes, set the sinks aside as they were computed."""
-        if not self.method.slot_positions or self._sinks is not None:
+        """Before the first row of a sequence goes, set its sinks aside as they were computed."""
+        if not self.method.slot_positions:
             return
         if self.rope is None:
             raise CacheStateError(
                 f"{self.method}: slot positions need the model's RoPE; use it through KVCache(model)."
             )
-        assert self.rows is not None
-        self._sinks = Sinks.taken_from(self.rows, self.method.protect.sinks, self.rope)
+        assert self.rows is not None and self.real is not None
+        if self._sinks is None:
+            self._sinks = Sinks.taken_from(self.rows, self.method.protect.sinks, self.rope)
+        else:
+            self._sinks = self._sinks.renewed(self.rows, self.real)
 
     def _remember_window(self, query: Tensor, positions: Tensor, *, keep: bool) -> None:
         """Hold the last queries of every sequence, as many as the score asks for."""
@@ -339,12 +384,13 @@ class CacheLayer(CacheLayerMixin):
             # Newest last, padding first: the order of positions, cut to the window.
             order = positions.argsort(dim=1)[:, -size:]
             query, positions = _columns(query, order), positions.gather(1, order)
-        self._window = (query.clone() if keep else query, positions)
+        # A slice would keep the storage of the whole call alive.
+        self._window = (query.clone(), positions.clone()) if keep else (query, positions)
 
     def _leave_window(self, columns: int) -> None:
         """Drop rows that no later query can reach, with room for a rollback of the newest tokens."""
         assert self.rows is not None and self.rule.span is not None
-        reserve = self.rule.span - 1 + min(columns, ROLLBACK)
+        reserve = self.rule.span - 1 + ROLLBACK
         lengths = self.rows.lengths
         if int(lengths.max()) <= self.rule.span - 1 + 2 * ROLLBACK and columns == 1:
             return  # decode trims in strides, not at every token
@@ -372,6 +418,7 @@ class CacheLayer(CacheLayerMixin):
             yield from self._window
         if self._sinks is not None:
             yield self._sinks.keys
+        yield from self._summary.values()
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -416,7 +463,8 @@ class CacheLayer(CacheLayerMixin):
             return
         if remaining < 0:
             raise CacheStateError(f"cannot take back {-tokens_to_remove} tokens: the cache has seen {self.seen}.")
-        if self.evicts and (remaining < self.rows_lost_at or self._since_eviction or self.method.schedule.every):
+        unfinished = self.prompt.tokens is not None and self.seen < self.prompt.tokens
+        if self.evicts and (remaining < self.rows_lost_at or unfinished or self.method.schedule.every):
             raise CacheStateError(
                 f"cannot take tokens back under {self.method}: rows of the remaining tokens are already dropped. "
                 "Use fullkv for assisted or prompt-lookup decoding, or fork() the cache before trying tokens."
@@ -464,6 +512,7 @@ class CacheLayer(CacheLayerMixin):
         self._longest = int(self.real.max())
         self._budget = None if self._budget is None else self._budget[host]
         self._sinks = None if self._sinks is None else self._sinks.selected(indices)
+        self._summary = {name: value[indices.to(value.device)] for name, value in self._summary.items()}
         if self._window is not None:
             device_indices = indices.to(self._window[0].device)
             self._window = (self._window[0][device_indices], self._window[1][device_indices])
@@ -480,12 +529,12 @@ class CacheLayer(CacheLayerMixin):
             prompt=prompt,
             rope=self.rope,
         )
-        twin._sinks = self._sinks
+        twin._sinks, twin._summary, twin.reconstructed = self._sinks, self._summary, self.reconstructed
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
         twin._longest = self._longest
         twin._budget, twin._since_eviction, twin._window = self._budget, self._since_eviction, self._window
-        twin.is_initialized = self.is_initialized
+        twin.is_initialized, twin.peak_nbytes, twin._noted = self.is_initialized, self.peak_nbytes, self._noted
         return twin
 
     # A model that handles the returned key itself is told so, by name.

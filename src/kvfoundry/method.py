@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from kvfoundry.errors import SpecError
 from kvfoundry.merging import Disposal
 from kvfoundry.selection.budgets import HeadBudget, LayerBudget, LayerSpread, ModelShape, UniformHeads
-from kvfoundry.selection.evidence import Group
+from kvfoundry.selection.evidence import Granularity, Group
 from kvfoundry.selection.protect import Protect
+from kvfoundry.selection.refine import Refinement
 from kvfoundry.selection.schedule import Schedule
 from kvfoundry.selection.scores import Score
-
-Granularity = Literal["kv_head", "query_head"]
+from kvfoundry.selection.scores.reconstruction import Reconstruction
+from kvfoundry.selection.units import Unit
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class Piece:
     budget: LayerBudget | None = None
     layers: LayerSpread | None = None
     heads: HeadBudget | None = None
+    unit: Unit | None = None
+    block: int | None = None
+    refine: Refinement | None = None
     dispose: Disposal | None = None
     protect: Protect | None = None
     schedule: Schedule | None = None
@@ -63,6 +67,7 @@ class Piece:
     group: Group | None = None
     skip_layers: int | None = None
     slot_positions: bool | None = None
+    reconstructs: Reconstruction | None = None
     unread_distance: int | None = None
 
     def claimed(self) -> list[str]:
@@ -82,6 +87,9 @@ class Method:
     score: Score | None = field(default=None, compare=False)
     budget: LayerBudget | None = field(default=None, compare=False)
     heads: HeadBudget = field(default=UniformHeads(), compare=False)
+    unit: Unit | None = field(default=None, compare=False)
+    block: int | None = field(default=None, compare=False)
+    refine: Refinement | None = field(default=None, compare=False)
     dispose: Disposal | None = field(default=None, compare=False)
     protect: Protect = field(default=Protect(), compare=False)
     schedule: Schedule = field(default=Schedule(), compare=False)
@@ -89,6 +97,7 @@ class Method:
     group: Group = field(default="mean", compare=False)
     skip_layers: int = field(default=0, compare=False)
     slot_positions: bool = field(default=False, compare=False)
+    reconstructs: Reconstruction | None = field(default=None, compare=False)
     unread_distance: int | None = field(default=None, compare=False)
 
     @classmethod
@@ -156,8 +165,14 @@ class Method:
         query [batch, query_heads, tokens, head_dim], key and value [batch, heads, tokens, dim]: as attention sees them,
         keys after RoPE. attention_mask: [batch, tokens], 0 for padding. Returns the cache layer, with .keys, .values,
         .positions ([batch, heads, rows]), .lengths ([batch, heads]) and .nbytes; `layer.step(query, key, value)` goes
-        on from there in decode.
+        on from there in decode. Raises SpecError for a method that needs more of the model than these tensors.
         """
+        if self.reconstructs is not None:
+            raise SpecError(f"{self} lets the model repeat its context; use it through kvfoundry.generate or prefill.")
+        if self.score is not None and self.score.needs_rope:
+            raise SpecError(f"{self} needs the model's RoPE; use it through KVCache(model).")
+        if self.refine is not None and self.refine.needs_module:
+            raise SpecError(f"{self} needs the model's output projections; use it through KVCache(model).")
         from kvfoundry.layer import CacheLayer
 
         layer = CacheLayer(self, layer_idx=layer_idx, num_layers=num_layers)
@@ -210,7 +225,7 @@ def _value(node: ast.expr, name: str, parameter: str) -> Any:
         return float("nan") if node.id.lower() == "nan" else node.id
     try:
         value = ast.literal_eval(node)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise SpecError(f"{name}: the value of {parameter} must be a number, a word or a quoted string.") from error
     return _frozen(value)
 

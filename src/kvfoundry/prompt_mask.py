@@ -98,6 +98,11 @@ class PromptMask:
                 f"attention_mask covers {mask.shape[1]} tokens, but the cache has seen {seen} and {queries} are new: "
                 f"pass a mask of {seen + queries} columns, dropped tokens included, or none."
             )
+        if mask is not None and seen and not torch.equal(mask[:, :seen].sum(dim=1).cpu(), real):
+            raise CacheStateError(
+                "attention_mask marks other tokens of the past as padding than the masks of earlier calls did: the "
+                "cache stores the real tokens it was given; pass the same mask, longer, or reset() the cache."
+            )
         if mask is None or bool(mask[:, seen:].all()):
             return Tokens(offset + torch.arange(queries, device=device), None, None)
         fresh = mask[:, seen:].to(device=device, dtype=torch.bool)

@@ -28,12 +28,30 @@ class Sinks:
         """The first `count` rows of every head, before any of them moved."""
         return cls(rows.view().keys[:, :, :count].clone(), rope)
 
+    def renewed(self, rows: Layout, seen: Tensor) -> Sinks:
+        """Taken again where nothing was dropped so far: a sequence may have been shorter than its sinks before."""
+        whole = rows.lengths.amin(dim=1) >= seen
+        if not bool(whole.any()):
+            return self
+        now = rows.view().keys[:, :, : self.keys.shape[2]]
+        return Sinks(
+            torch.where(whole.to(now.device)[:, None, None, None], now, self._for_heads(now.shape[1])), self.rope
+        )
+
     def moved_into(self, rows: Layout, seen: Tensor) -> Layout:
         """The layout with its sinks directly in front of the recent rows. seen: [batch] real tokens, on the CPU."""
-        dropped = (seen - rows.lengths.amax(dim=1)).to(self.keys.device)
-        home = torch.arange(self.keys.shape[2], device=self.keys.device).expand(self.keys.shape[0], 1, -1)
-        moved = self.rope.move(self.keys, home, home + dropped[:, None, None])
-        return rows.with_first_keys(moved)
+        view = rows.view()
+        keys = self._for_heads(view.keys.shape[1])[:, :, : view.keys.shape[2]]
+        dropped = (seen - rows.lengths.amax(dim=1)).to(keys.device)
+        slot = torch.arange(keys.shape[2], device=keys.device)
+        moved = self.rope.move(keys, slot.expand(keys.shape[0], 1, -1), slot + dropped[:, None, None])
+        # A row is in front of the gap when it still is where it was stored; a small share keeps fewer sinks than asked.
+        in_front = view.head_positions[:, :, : keys.shape[2]] == slot
+        return rows.with_first_keys(torch.where(in_front[..., None], moved, view.keys[:, :, : keys.shape[2]]))
+
+    def _for_heads(self, heads: int) -> Tensor:
+        """The keys for rows that are meanwhile kept per query head."""
+        return self.keys.repeat_interleave(heads // self.keys.shape[1], dim=1)
 
     def selected(self, indices: Tensor) -> Sinks:
         """The batch rows `indices`."""

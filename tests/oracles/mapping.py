@@ -28,6 +28,12 @@ class Parameters:
             raise Unmapped(f"the recording has no parameter {name!r}; it has {sorted(self._left)}")
         return self._left.pop(name, default)
 
+    def look(self, name: str) -> Any:
+        """A parameter that something else still has to take."""
+        if name not in self._left:
+            raise Unmapped(f"the recording has no parameter {name!r}; it has {sorted(self._left)}")
+        return self._left[name]
+
     def nested(self, name: str) -> tuple[tuple[float, ...], ...]:
         """A recorded matrix as nested tuples, for methods that take one as a parameter."""
         tensor = self._tensor(name)
@@ -231,11 +237,82 @@ def _press_observed_attention(p: Parameters, tokens: int) -> Recipe:
     return Recipe(spec + _PROMPT_ONLY)
 
 
+def _press_expected_attention(p: Parameters, tokens: int) -> Recipe:
+    return Recipe(_of_press("ExpectedAttentionPress", p, _kept(p, tokens)))
+
+
+def _press_keydiff(p: Parameters, tokens: int) -> Recipe:
+    return Recipe(_spec("keydiff", budget=_kept(p, tokens)))
+
+
+def _press_lagkv(p: Parameters, tokens: int) -> Recipe:
+    lag, sinks = p.take("lag_size"), p.take("n_sink")
+    ranking = "global" if p.take("cross_scoring") else "partition"
+    return Recipe(_spec("lagkv", budget=_kept(p, tokens), lag=lag, sinks=sinks, ranking=ranking))
+
+
+def _of_press(name: str, p: Parameters, budget: int) -> str:
+    """The spec of a press that another one wraps; its own parameters lie beside those of the wrapper."""
+    if name == "SnapKVPress":
+        window, kernel = p.take("window_size"), p.take("kernel_size")
+        return _spec("snapkv", budget=budget, window=window, kernel=kernel, pooling="avg")
+    if name == "KnormPress":
+        return _spec("l2norm", budget=budget, skip_layers=0)
+    if name == "KeyDiffPress":
+        return _spec("keydiff", budget=budget)
+    if name == "ExpectedAttentionPress":
+        return _spec(
+            "expected_attention",
+            budget=budget,
+            future=p.take("n_future_positions"),
+            sinks=p.take("n_sink"),
+            covariance=p.take("use_covariance"),
+            value_norm=p.take("use_vnorm"),
+            # the wrapper's epsilon comes first where both have one
+            epsilon=p.take("epsilon", 0.0),
+        )
+    raise Unmapped(f"no mapping for the wrapped press {name}")
+
+
+def _press_chunkkv(p: Parameters, tokens: int) -> Recipe:
+    """The reference counts chunks, a shorter last one included; our budget is that many chunks' worth of rows."""
+    chunk, share = p.take("chunk_length"), 1 - p.take("compression_ratio")
+    kept = max(1, int(math.ceil(tokens / chunk) * share))
+    return Recipe(_of_press(p.take("press"), p, kept * chunk) + f"+{_spec('chunks', size=chunk)}")
+
+
+def _critical(p: Parameters, tokens: int, kept: int) -> str:
+    """The reference takes the first stage's share of the unrounded budget."""
+    sure = max(1, int((1 - p.take("compression_ratio")) * tokens * p.take("first_stage_ratio")))
+    p.without_effect("note")
+    return _spec("critical", first=(sure + 1e-6) / kept, epsilon=p.take("epsilon"))
+
+
+def _press_criticalkv(p: Parameters, tokens: int) -> Recipe:
+    kept = max(1, int(tokens * (1 - p.look("compression_ratio"))))
+    critical = _critical(p, tokens, kept)
+    return Recipe(_of_press(p.take("press"), p, kept) + f"+{critical}")
+
+
+def _press_block(p: Parameters, tokens: int) -> Recipe:
+    blocks = _spec("blocks", size=p.take("block_size"))
+    return Recipe(_of_press(p.take("press"), p, _kept(p, tokens)) + f"+{blocks}")
+
+
 def _press_pyramidkv(p: Parameters, tokens: int) -> Recipe:
     # A share and not a number of rows: this pyramid starts from the fraction itself.
     share, window, kernel = 1 - p.take("compression_ratio"), p.take("window_size"), p.take("kernel_size")
     spec = _spec("pyramidkv", budget=float(share), window=window, kernel=kernel, beta=p.take("beta"), rule="kvpress")
     return Recipe(spec)
+
+
+def _press_critical_adakv(p: Parameters, tokens: int) -> Recipe:
+    kept = max(1, int(tokens * (1 - p.look("compression_ratio"))))
+    heads = _spec("adaptive_heads", floor=float(p.take("alpha_safeguard")), rule="kvpress")
+    # Every head's first stage is a share of its own whole number of rows.
+    p.without_effect("compression_ratio")
+    critical = _spec("critical", first=p.take("first_stage_ratio"), epsilon=p.take("epsilon"))
+    return Recipe(f"{_of_press(p.take('press'), p, kept)}+{heads}+{critical}")
 
 
 def _press_adakv(p: Parameters, tokens: int) -> Recipe:
@@ -270,6 +347,13 @@ CLAIMS: dict[Key, Claim] = {
     ("eviction", "kvpress", "streaming_llm"): Claim("model", _press_streaming_llm),
     ("eviction", "kvpress", "random"): Claim("model", _press_random, inject=True),
     ("eviction", "kvpress", "observed_attention"): Claim("model", _press_observed_attention),
+    ("eviction", "kvpress", "expected_attention"): Claim("model", _press_expected_attention),
+    ("eviction", "kvpress", "keydiff"): Claim("model", _press_keydiff),
+    ("eviction", "kvpress", "lagkv"): Claim("model", _press_lagkv),
+    ("eviction", "kvpress", "chunkkv"): Claim("model", _press_chunkkv),
+    ("eviction", "kvpress", "criticalkv"): Claim("model", _press_criticalkv),
+    ("eviction", "kvpress", "critical_adakv"): Claim("model", _press_critical_adakv),
+    ("eviction", "kvpress", "block"): Claim("model", _press_block),
 }
 
 # Folders whose name is not that of our method; every other folder is looked up under its own name without underscores.

@@ -25,6 +25,11 @@ def position_dtype(last_position: int) -> torch.dtype:
     return torch.int16 if last_position <= _NARROW_LIMIT else torch.int32
 
 
+def writable(tensor: Tensor) -> bool:
+    """Whether torch lets this mode write into the tensor: one made in inference mode is read-only outside of it."""
+    return torch.is_inference_mode_enabled() or not tensor.is_inference()
+
+
 def split_groups(column: Tensor, groups: int) -> Tensor:
     """A statistics column for `groups` times as many heads: per query head entries become heads, others repeat."""
     if column.dim() == 3:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, position_dtype, split_groups, widened
+from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, position_dtype, split_groups, widened, writable
 
 
 def _spare_slots(rows: int) -> int:
@@ -46,6 +46,9 @@ class DenseRows(Layout):
         """The first rows of an empty layer; arguments as in `append`."""
         batch, heads, tokens, _ = keys.shape
         lengths = torch.full((batch, heads), tokens) if counts is None else counts[:, None].expand(-1, heads).clone()
+        if counts is not None:  # a shorter row has padding in the slots behind its tokens
+            empty = positions[:, None, :, None] < 0
+            keys, values = keys.masked_fill(empty, 0.0), values.masked_fill(empty, 0.0)
         # Projections often arrive as views of a larger storage; the cache keeps only what it counts.
         rows = cls(_owned(keys), _owned(values), _owned(positions[:, None].to(position_dtype(last_position))), lengths)
         rows._own_tokens = True
@@ -96,6 +99,9 @@ class DenseRows(Layout):
             self._values[:, :, old:rows] = values
             self._positions[:, :, old:rows] = positions[:, None]
         else:
+            # Slots behind a shorter head may hold rows that were taken back.
+            self._keys[:, :, old:rows], self._values[:, :, old:rows] = 0.0, 0.0
+            self._positions[:, :, old:rows] = -1
             self._scatter(keys, values, positions, lengths - self.lengths)
             self._uneven = None if bool((lengths == rows).all()) else lengths
         self._rows, self._own_tokens = rows, False
@@ -117,7 +123,7 @@ class DenseRows(Layout):
     def _reserve(self, rows: int) -> None:
         """Make room for `rows` rows, in memory that only this layout writes."""
         capacity = self._keys.shape[2]
-        if rows <= capacity and not self._shared:
+        if rows <= capacity and not self._shared and writable(self._keys):
             return
         if rows > capacity:
             capacity = rows + _spare_slots(rows)
@@ -128,11 +134,13 @@ class DenseRows(Layout):
 
     def truncated(self, lengths: Tensor) -> DenseRows:
         rows = int(lengths.max()) if lengths.numel() else 0
-        slot = torch.arange(self._positions.shape[2], device=self._positions.device)
-        kept = slot < lengths[:, : self._positions.shape[1], None].to(slot.device)
-        positions = self._positions.masked_fill(~kept, -1)
+        if bool((lengths != rows).any()):
+            slot = torch.arange(rows).expand(*lengths.shape, rows)
+            slots = slot.masked_fill(slot >= lengths[..., None], -1).to(self._keys.device)
+            return DenseRows.gathered(self.view(), slots, lengths)
+        # What lies behind is never read, and the next tokens overwrite it: no copy.
         columns = {name: column[:, :, :rows].clone() for name, column in self._columns.items()}
-        result = DenseRows(self._keys, self._values, positions, lengths, columns)
+        result = DenseRows(self._keys, self._values, self._positions, lengths, columns)
         result._shared = self._shared
         return result
 
@@ -140,8 +148,10 @@ class DenseRows(Layout):
         def pick(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, indices.to(tensor.device))
 
-        columns = {name: pick(column) for name, column in self._columns.items()}
-        return DenseRows(pick(self._keys), pick(self._values), pick(self._positions), pick(self.lengths), columns)
+        lengths = pick(self.lengths)
+        rows = int(lengths.max()) if lengths.numel() else 0  # fewer than before when the longest row leaves
+        columns = {name: pick(column[:, :, :rows]) for name, column in self._columns.items()}
+        return DenseRows(pick(self._keys), pick(self._values), pick(self._positions), lengths, columns)
 
     def with_columns(self, columns: Columns) -> DenseRows:
         self._columns = columns

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, split_groups, widened
+from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, split_groups, widened, writable
 
 # Spare slots per head when a buffer grows in decode.
 _SPARE_SLOTS = 16
@@ -80,7 +80,7 @@ class RaggedRows(Layout):
 
     def _reserve(self, lengths: Tensor) -> None:
         """Make room for `lengths` rows per head, in memory that only this layout writes."""
-        if not self._shared and bool((lengths <= self._capacities).all()):
+        if not self._shared and writable(self._keys) and bool((lengths <= self._capacities).all()):
             return
         short = lengths > self._capacities
         capacities = torch.where(short, lengths + _SPARE_SLOTS, self._capacities)
@@ -121,9 +121,8 @@ class RaggedRows(Layout):
         flat = present[present >= 0]
         self._columns = {}
         for name, rectangle in columns.items():
-            buffer = rectangle.new_zeros((self._keys.shape[0], *rectangle.shape[3:]))
-            buffer[flat] = rectangle[present >= 0]
-            self._columns[name] = buffer
+            self._columns[name] = rectangle.new_zeros((self._keys.shape[0], *rectangle.shape[3:]))
+            self._columns[name][flat] = rectangle[present >= 0]
         return self
 
     def with_first_keys(self, keys: Tensor) -> RaggedRows:

@@ -26,13 +26,19 @@ class AccumulatedAttention(Score):
 
     def observe(self, evidence: Evidence) -> Columns:
         rows = evidence.rows
-        batch, _, count = evidence.column_sums.shape
-        # Per query head: group reductions other than the sum do not commute with accumulation.
-        received = evidence.column_sums.view(batch, rows.keys.shape[1], evidence.groups, count).transpose(2, 3)
+        if evidence.granularity == "kv_head" and evidence.group != "max":
+            # Mean and sum commute with accumulation: one number per row and stored head is enough.
+            received = evidence.reduced(evidence.column_sums)
+        else:
+            batch, _, count = evidence.column_sums.shape
+            received = evidence.column_sums.view(batch, rows.keys.shape[1], evidence.groups, count).transpose(2, 3)
         earlier = rows.columns.get(_COLUMN)
         return {_COLUMN: received if earlier is None else earlier + received}
 
     def __call__(self, evidence: Evidence) -> Tensor:
+        if evidence.rows.columns[_COLUMN].dim() == 3:
+            sums = evidence.rows.columns[_COLUMN]
+            return sums / evidence.ages().clamp(min=1) if self.normalize else sums
         batch, heads, count, groups = evidence.rows.columns[_COLUMN].shape
         sums = evidence.rows.columns[_COLUMN].transpose(2, 3).reshape(batch, heads * groups, count)
         if self.normalize:
