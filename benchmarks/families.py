@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ _TINY = {
     **dict.fromkeys(("head_dim", "attention_head_dim", "kv_channels"), 16),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"), 16),
     "qk_rope_head_dim": 8,
+    "rotary_dim": 8,
     "vocab_size": 256,
     "sliding_window": 16,
     "max_position_embeddings": 256,
@@ -43,25 +45,34 @@ _TINY = {
 }
 
 
-def tiny_config(config_class: Any) -> Any:
-    """A small config of this type; sizes nested in a text config included."""
-    config = config_class()
+def tiny_configs(config_class: Any) -> Iterator[Any]:
+    """Small configs of this type, the likeliest to be consistent first: built small, then shrunk in place."""
+    default = config_class()
+    with contextlib.suppress(Exception):
+        built = config_class(**_sizes(default), pad_token_id=0, bos_token_id=1, eos_token_id=None)
+        yield built
+        yield _shrunk(built)
+    with contextlib.suppress(Exception):
+        yield _shrunk(default)
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    # Latent attention (DeepSeek) rotates its own few channels, calls their number head_dim, and groups no heads.
+    latent = {"head_dim": _TINY["qk_rope_head_dim"], "num_key_value_heads": 4}
+    sizes = _TINY | (latent if hasattr(config, "qk_rope_head_dim") else {})
+    optional = ("head_dim", "num_key_value_heads")
+    names = [name for name in sizes if (hasattr(config, name) if name in optional else getattr(config, name, None))]
+    found = {name: sizes[name] for name in names}
+    if kinds := list(dict.fromkeys(getattr(config, "layer_types", None) or [])):
+        found["layer_types"] = [kinds[i % len(kinds)] for i in range(4)]
+    return found
+
+
+def _shrunk(config: Any) -> Any:
     text = config.get_text_config(decoder=True)
     for part in {id(config): config, id(text): text}.values():
-        layers = getattr(part, "layer_types", None)
-        # Latent attention (DeepSeek) rotates its own few channels and calls their number head_dim.
-        sizes = _TINY | ({"head_dim": _TINY["qk_rope_head_dim"]} if hasattr(part, "qk_rope_head_dim") else {})
-        for name, value in sizes.items():
-            present = hasattr(part, name) if name in ("head_dim", "num_key_value_heads") else getattr(part, name, None)
-            if present:
-                _set(part, name, value)
-        if layers:
-            kinds = list(dict.fromkeys(layers))
-            _set(part, "layer_types", [kinds[i % len(kinds)] for i in range(4)])
-        if getattr(part, "rope_parameters", None) is None and getattr(part, "rope_scaling", None):
-            part.rope_scaling = None
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            setattr(part, name, {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}[name])
+        for name, value in (_sizes(part) | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}).items():
+            _set(part, name, value)
     return config
 
 
@@ -81,8 +92,17 @@ def examine(model_type: str) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    reason = ""
+    for config in tiny_configs(CONFIG_MAPPING[model_type]):
+        row = _examine(config, torch, AutoModelForCausalLM, kvfoundry)
+        if row["outcome"] != "not tried":
+            return row
+        reason = reason or row["reason"]
+    return {"outcome": "not tried", "reason": reason}
+
+
+def _examine(config: Any, torch: Any, AutoModelForCausalLM: Any, kvfoundry: Any) -> dict[str, Any]:
     try:
-        config = tiny_config(CONFIG_MAPPING[model_type])
         with torch.device("meta"):
             size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
         if size > LIMIT_PARAMETERS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,6 +42,10 @@ class KVCache(Cache):
         self.prompt = Prompt()
         super().__init__(layers=_layers(model, self.method, self.prompt))
 
+    @cached_property
+    def _first(self) -> CacheLayer:
+        return self.attention_layers[0]
+
     @property
     def attention_layers(self) -> list[CacheLayer]:
         """The layers that hold rows."""
@@ -57,12 +62,9 @@ class KVCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model. Refuses to go on from a forward pass that was interrupted halfway."""
-        layer = self.layers[layer_idx]
-        if isinstance(layer, CacheLayer):
-            first = self.attention_layers[0]
-            if layer is first and any(
-                other.seen != first.seen or other.is_interrupted for other in self.attention_layers
-            ):
+        if self.layers[layer_idx] is self._first:
+            first, rest = self._first, self.attention_layers
+            if any(layer.seen != first.seen or layer.is_interrupted for layer in rest):
                 raise CacheStateError(
                     "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
                     "call reset() on this cache before using it again."
@@ -82,7 +84,7 @@ class KVCache(Cache):
     @property
     def seen_tokens(self) -> int:
         """Columns seen, padding included: the position of the next token of an unpadded row."""
-        return self.attention_layers[0].seen
+        return self._first.seen
 
     @property
     def kept_rows(self) -> float:
@@ -130,18 +132,6 @@ class KVCache(Cache):
 
     def _is_stateless(self) -> list[bool]:
         return [type(layer).__name__ == "DummyLayer" for layer in self.layers]
-
-    def activate_past_recording(self) -> None:
-        """Called by transformers before assisted or prompt-lookup decoding, which takes rejected tokens back.
-
-        Raises CacheStateError when the method drops rows.
-        """
-        if any(layer.evicts for layer in self.attention_layers):
-            raise CacheStateError(
-                f"assisted and prompt-lookup decoding take tokens back (crop), and {self.method} drops rows that this "
-                "needs; use fullkv, or decode without an assistant."
-            )
-        super().activate_past_recording()
 
     def reset(self) -> None:
         """Empty the cache; the memory is freed and the next call starts a new prompt."""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers import cache_utils
+
+# The keyword of the cache in `forward` and `generate`. Until 5.23 the new name is swallowed without a word, from 5.24
+# the old one warns; callers of ours never have to know.
+CACHE_ARGUMENT = "cache" if Version(transformers.__version__) >= Version("5.24.0.dev0") else "past_key_values"
 
 
 def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
+from kvfoundry import compat
 from kvfoundry.cache import KVCache
 from kvfoundry.errors import DataError
 from kvfoundry.method import Method
@@ -206,7 +207,7 @@ def _generate_batch(
     output = model.generate(  # type: ignore[operator]
         ids,
         attention_mask=mask,
-        past_key_values=cache,
+        **{compat.CACHE_ARGUMENT: cache},
         max_new_tokens=max_new_tokens,
         streamer=streamer,
         generation_config=generation_config,
@@ -254,7 +255,7 @@ def _feed(
         positions = (mask[:, :stop].cumsum(dim=1) - 1).clamp(min=0)[:, start:stop]
         model(
             ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions,
-            past_key_values=cache, use_cache=True, logits_to_keep=1,
+            use_cache=True, logits_to_keep=1, **{compat.CACHE_ARGUMENT: cache},
         )  # fmt: skip
         start = stop
 
@@ -277,8 +278,6 @@ def _until_stop(
 
 def full_cache_bytes(model: PreTrainedModel, tokens: int) -> int:
     """Bytes of keys and values that a full cache of `tokens` tokens holds in the model's dtype, windows included."""
-    from kvfoundry import compat
-
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

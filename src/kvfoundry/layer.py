@@ -86,6 +86,7 @@ class CacheLayer(CacheLayerMixin):
         self.rows: Layout | None = None
         self.seen = 0  # columns, padding included
         self.real: Tensor | None = None  # [batch] real tokens, on the CPU
+        self._longest = 0  # the largest of them
         self.rows_lost_at = 0  # columns seen when rows were last dropped
         self._budget: Tensor | None = None
         self._since_eviction = 0
@@ -206,16 +207,19 @@ class CacheLayer(CacheLayerMixin):
         in_prompt = self._enter(columns)
         own = self.rows is None
         self.real = self.real + (columns if tokens.counts is None else tokens.counts)
+        self._longest = self._longest + columns if tokens.counts is None else int(self.real.max())
         self._store(keys, values, tokens.positions, tokens.counts)
         assert self.rows is not None
         output = self.rows.attend(query, tokens.positions, reading)
         self.seen += columns
-        self._note_bytes()
+        if columns > 1:  # a single row cannot make a new peak that `peak_nbytes` of the cache would not see
+            self._note_bytes()
         if self.evicts:
             self._apply(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
         elif self.rule.span is not None:
             self._leave_window(columns)
-        self._note_bytes()
+        if columns > 1:
+            self._note_bytes()
         self._halfway = False
         return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
 
@@ -239,7 +243,7 @@ class CacheLayer(CacheLayerMixin):
 
     def _store(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None) -> None:
         assert self.real is not None
-        last_position = int(self.real.max()) - 1
+        last_position = self._longest - 1
         if self.rows is None:
             self.rows = DenseRows.of_tokens(keys, values, positions, counts, last_position)
             return
@@ -447,6 +451,7 @@ class CacheLayer(CacheLayerMixin):
                 f"cannot take back {removed} tokens: a window layer keeps only {ROLLBACK} tokens beyond its window."
             )
         self.rows, self.seen, self.real = self.rows.truncated(kept), remaining, real
+        self._longest = int(real.max())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Batch rows in the order `beam_idx` (beam search)."""
@@ -465,6 +470,7 @@ class CacheLayer(CacheLayerMixin):
         self.rows = self.rows.select_batch(indices)
         host = indices.cpu()
         self.real = self.real[host]
+        self._longest = int(self.real.max())
         self._budget = None if self._budget is None else self._budget[host]
         self._sinks = None if self._sinks is None else self._sinks.selected(indices)
         if self._window is not None:
@@ -486,6 +492,7 @@ class CacheLayer(CacheLayerMixin):
         twin._sinks = self._sinks
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
+        twin._longest = self._longest
         twin._budget, twin._since_eviction, twin._window = self._budget, self._since_eviction, self._window
         twin.is_initialized, twin.peak_nbytes, twin._noted = self.is_initialized, self.peak_nbytes, self._noted
         return twin

@@ -30,10 +30,11 @@ class DenseRows(Layout):
         self, keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor, columns: Columns | None = None
     ):
         self._keys, self._values, self._positions = keys, values, positions
-        self._lengths = lengths
+        self._shape = lengths.shape
         self._columns = columns or {}
         self._rows = int(lengths.max()) if lengths.numel() else 0
-        self._even = bool((lengths == self._rows).all())
+        # Equal lengths are one number; a tensor of them is only kept where heads or batch rows differ.
+        self._uneven: Tensor | None = None if bool((lengths == self._rows).all()) else lengths
         # True while the rows are exactly the tokens of one call: then the lower triangle is the mask.
         self._own_tokens = False
         self._shared = False
@@ -71,7 +72,7 @@ class DenseRows(Layout):
 
     @property
     def lengths(self) -> Tensor:
-        return self._lengths
+        return torch.full(self._shape, self._rows) if self._uneven is None else self._uneven
 
     def view(self) -> RowsView:
         rows = self._rows
@@ -79,7 +80,7 @@ class DenseRows(Layout):
             self._keys[:, :, :rows],
             self._values[:, :, :rows],
             self._positions[:, :, :rows],
-            self._lengths,
+            self.lengths,
             self._columns,
         )
 
@@ -88,22 +89,22 @@ class DenseRows(Layout):
     ) -> DenseRows:
         tokens = keys.shape[2]
         old = self._rows
-        added = torch.full_like(self._lengths, tokens) if counts is None else counts[:, None].expand_as(self._lengths)
-        lengths = self._lengths + added
-        rows = int(lengths.max())
+        even = counts is None and self._uneven is None
+        lengths = None if even else self.lengths + (tokens if counts is None else counts[:, None])
+        rows = old + tokens if lengths is None else int(lengths.max())
         self._reserve(rows)
         self._positions = widened(self._positions, last_position)
-        if counts is None and self._even:
+        if lengths is None:
             self._keys[:, :, old:rows] = keys
             self._values[:, :, old:rows] = values
-            self._positions[:, :, old:rows] = positions[:, None].to(self._positions.dtype)
+            self._positions[:, :, old:rows] = positions[:, None]
         else:
             # Slots behind a shorter head may hold rows that were taken back.
             self._keys[:, :, old:rows], self._values[:, :, old:rows] = 0.0, 0.0
             self._positions[:, :, old:rows] = -1
-            self._scatter(keys, values, positions, added)
-        self._lengths, self._rows, self._own_tokens = lengths, rows, False
-        self._even = bool((lengths == rows).all())
+            self._scatter(keys, values, positions, lengths - self.lengths)
+            self._uneven = None if bool((lengths == rows).all()) else lengths
+        self._rows, self._own_tokens = rows, False
         if self._columns:
             self._columns = {name: _padded(column, rows) for name, column in self._columns.items()}
         return self
@@ -111,7 +112,7 @@ class DenseRows(Layout):
     def _scatter(self, keys: Tensor, values: Tensor, positions: Tensor, added: Tensor) -> None:
         tokens = keys.shape[2]
         batch, head, token = (torch.arange(tokens) < added[:, :, None]).nonzero(as_tuple=True)
-        slot = self._lengths[batch, head] + token
+        slot = self.lengths[batch, head] + token
         device = keys.device
         batch, head, token, slot = (index.to(device) for index in (batch, head, token, slot))
         self._keys[batch, head, slot] = keys[batch, head, token]
@@ -147,7 +148,7 @@ class DenseRows(Layout):
         def pick(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, indices.to(tensor.device))
 
-        lengths = pick(self._lengths)
+        lengths = pick(self.lengths)
         rows = int(lengths.max()) if lengths.numel() else 0  # fewer than before when the longest row leaves
         columns = {name: pick(column[:, :, :rows]) for name, column in self._columns.items()}
         return DenseRows(pick(self._keys), pick(self._values), pick(self._positions), lengths, columns)
@@ -159,7 +160,7 @@ class DenseRows(Layout):
     def with_first_keys(self, keys: Tensor) -> DenseRows:
         self._reserve(self._rows)
         width = min(keys.shape[2], self._rows)
-        present = torch.arange(width) < self._lengths[..., None]
+        present = torch.arange(width) < self.lengths[..., None]
         target = self._keys[:, :, :width]
         target.copy_(torch.where(present[..., None].to(keys.device), keys[:, :, :width], target))
         return self
@@ -172,12 +173,12 @@ class DenseRows(Layout):
             view.keys.repeat_interleave(groups, dim=1),
             view.values.repeat_interleave(groups, dim=1),
             positions.clone(),
-            self._lengths.repeat_interleave(groups, dim=1),
+            self.lengths.repeat_interleave(groups, dim=1),
             {name: split_groups(column, groups) for name, column in view.columns.items()},
         )
 
     def shared(self) -> DenseRows:
-        twin = DenseRows(self._keys, self._values, self._positions, self._lengths.clone(), dict(self._columns))
+        twin = DenseRows(self._keys, self._values, self._positions, self.lengths.clone(), dict(self._columns))
         self._shared = twin._shared = True
         return twin
 
@@ -186,7 +187,9 @@ class DenseRows(Layout):
 
     def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
         view = self.view()
-        visibility = reading.visibility(query_positions, view.positions, own=self._own_tokens, complete=self._even)
+        visibility = reading.visibility(
+            query_positions, view.positions, own=self._own_tokens, complete=self._uneven is None
+        )
         return reading.kernel(
             query,
             view.keys,

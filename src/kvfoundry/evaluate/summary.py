@@ -1,0 +1,49 @@
+"""From result lines to one row per task and method, and one cell per grid position."""
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from kvfoundry.evaluate.results import Line
+
+_MEANS = ("score", "exact", "stored_bytes", "peak_bytes", "full_bytes", "kept_rows", "kept_share", "prompt_tokens")
+# The first item of an arm pays for warm-up: the median does not see it, a mean would.
+_MEDIANS = ("ttft_seconds", "ms_per_token")
+
+
+def _over(lines: Sequence[Line], name: str, how: Any) -> float | None:
+    values = [float(line[name]) for line in lines if line.get(name) is not None]
+    return how(values) if values else None
+
+
+def group_by(lines: Iterable[Line], *names: str) -> dict[tuple[Any, ...], list[Line]]:
+    """Lines by the values of some fields, in the order in which they first appear."""
+    groups: dict[tuple[Any, ...], list[Line]] = {}
+    for line in lines:
+        groups.setdefault(tuple(line.get(name) for name in names), []).append(line)
+    return groups
+
+
+def summarise(lines: Iterable[Line]) -> list[dict[str, Any]]:
+    """One row per (task, method). Scores are means over the items that ran; failed ones are counted, not averaged."""
+    rows = []
+    for (task, method), group in group_by(lines, "task", "method").items():
+        done = [line for line in group if not line.get("error")]
+        row: dict[str, Any] = {"task": task, "method": method, "items": len(done), "failed": len(group) - len(done)}
+        row |= {name: _over(done, name, fmean) for name in _MEANS}
+        row |= {name: _over(done, name, median) for name in _MEDIANS}
+        row["seconds"] = sum(line["seconds"] for line in done if line.get("seconds") is not None)
+        row["notes"] = list(dict.fromkeys(note for line in done for note in line.get("notes", ())))
+        rows.append(row)
+    return rows
+
+
+def grid(lines: Iterable[Line]) -> dict[tuple[float, int], float]:
+    """Mean score by (depth, length) of the lines that carry such a cell."""
+    cells = group_by((line for line in lines if line.get("score") is not None and "depth" in line), "depth", "length")
+    return {(depth, length): fmean(line["score"] for line in group) for (depth, length), group in cells.items()}
+
+
+def shared_prompts(lines: Iterable[Line]) -> bool:
+    """True when every item was put to every method as the same token ids (design law 10)."""
+    return all(len({line["prompt_hash"] for line in group}) == 1 for group in group_by(lines, "task", "item").values())

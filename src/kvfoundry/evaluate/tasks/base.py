@@ -1,0 +1,48 @@
+"""What a task is: a list of items, each a prompt with its references, and a score for a prediction."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvfoundry.errors import KVFoundryError
+
+
+class TaskError(KVFoundryError):
+    """Task settings that cannot be measured, for example a length that the needle alone exceeds."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question of a task.
+
+    Attributes:
+        item: name of the item, unique inside its task and the same in every run with the same settings.
+        prompt: user text, before any chat template.
+        references: the answers; a task decides in `score` whether one or all are needed.
+        cell: where the item stands in the task's grid, such as {"length": 2048, "depth": 50.0}; goes into the results.
+    """
+
+    item: str
+    prompt: str
+    references: tuple[str, ...]
+    max_new_tokens: int
+    cell: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """A task is data plus one pure metric; `settings` is everything that decides its items."""
+
+    @property
+    def name(self) -> str: ...
+
+    def settings(self) -> dict[str, Any]:
+        """JSON values; two runs with equal settings have equal items."""
+        ...
+
+    def items(self, tokenizer: Any, chat: bool, seed: int) -> list[Item]:
+        """The items; lengths are in tokens of `tokenizer`, the chat template included when `chat`."""
+        ...
+
+    def score(self, item: Item, prediction: str) -> tuple[float, bool]:
+        """Graded score in [0, 1] and exact match."""
+        ...

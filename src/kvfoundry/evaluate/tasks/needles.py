@@ -1,0 +1,97 @@
+"""The kinds of needle: a sentence to hide, the question for it and the answer.
+
+The wordings are chosen by measurement, not by taste: `benchmarks/needle_wordings.py` asks the embedded model with the
+full cache at about 2k tokens and keeps what it found in `benchmarks/results/needle_wordings.json`.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvfoundry.evaluate.tasks.base import TaskError
+
+CITIES = ("Lisbon", "Cairo", "Oslo", "Nairobi", "Lima", "Kyoto", "Toronto", "Mumbai", "Athens", "Havana")
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Facts to hide, each a sentence with its answer, and the one question that asks for all of them."""
+
+    sentences: tuple[str, ...]
+    question: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NeedleKind:
+    """A family of needles.
+
+    Attributes:
+        sentence: with {key} and {answer}.
+        question: asks for the answer of {key}; `question_many` asks for all answers.
+        answers: the pool to draw from; None draws seven digits.
+    """
+
+    summary: str
+    sentence: str
+    question: str
+    question_many: str
+    answers: tuple[str, ...] | None
+
+    @property
+    def most_answers(self) -> int:
+        return 8 if self.answers is None else min(8, len(self.answers))
+
+    def draw(self, rng: random.Random, count: int, is_taken: Callable[[str], bool]) -> Needle:
+        """`count` different answers for one key, none of which the haystack holds already.
+
+        Raises:
+            TaskError: the haystack leaves too few keys or answers.
+        """
+        keys = [key for key in CITIES if not is_taken(key)]
+        pool = [str(rng.randint(10**6, 10**7 - 1)) for _ in range(2 * count)] if self.answers is None else self.answers
+        free = [answer for answer in dict.fromkeys(pool) if not is_taken(answer)]
+        if not keys or len(free) < count:
+            raise TaskError(
+                "the haystack already holds the needles' own words; use another --kind or another --haystack."
+            )
+        key = rng.choice(keys)
+        answers = tuple(rng.sample(free, count))
+        question = self.question if count == 1 else self.question_many
+        return Needle(
+            sentences=tuple(self.sentence.format(key=key, answer=answer) for answer in answers),
+            question=question.format(key=key, count=count),
+            answers=answers,
+        )
+
+
+KINDS = {
+    "word": NeedleKind(
+        summary="one word",
+        sentence="Remember this: the mayor of {key} keeps a {answer} as a pet.",
+        question="What animal does the mayor of {key} keep as a pet?",
+        question_many="Which {count} animals does the mayor of {key} keep as pets?",
+        # consonants first: "keeps a elephant" was answered with a lion
+        answers=(
+            "penguin", "tiger", "dolphin", "parrot", "camel", "rabbit", "giraffe", "turtle", "monkey", "zebra",
+            "kangaroo", "panda",
+        ),
+    ),
+    "phrase": NeedleKind(
+        summary="a few words",
+        sentence="Remember this: the best thing to do in {key} is to {answer}.",
+        question="What is the best thing to do in {key}?",
+        question_many="What are the {count} best things to do in {key}?",
+        answers=(
+            "ride the red tram", "feed the hungry penguins", "eat a fresh mango", "drink strong mint tea",
+            "rent a yellow bicycle", "climb the glass tower", "dance in the rain", "visit the diamond museum",
+        ),
+    ),
+    "digits": NeedleKind(
+        summary="seven digits",
+        sentence="One of the special magic numbers for {key} is: {answer}.",
+        question="What is the special magic number for {key} mentioned in the text?",
+        question_many="What are all {count} special magic numbers for {key} mentioned in the text?",
+        answers=None,
+    ),
+}  # fmt: skip

@@ -1,0 +1,195 @@
+"""The runner on a tiny model: what it writes, that it resumes, and that one bad item is only one bad item."""
+
+import json
+import random
+
+import pytest
+
+import kvfoundry
+from kvfoundry.errors import DataError, KVFoundryError, SpecError
+from kvfoundry.evaluate.arms import expand_arms
+from kvfoundry.evaluate.results import META, REPORT, RESULTS, SUMMARY, read_lines
+from kvfoundry.evaluate.runner import evaluate, spread
+from kvfoundry.evaluate.tasks.base import TaskError
+from kvfoundry.evaluate.tasks.niah import NeedleTask
+
+FIELDS = {
+    "task", "item", "method", "seed", "prompt_tokens", "prediction", "references", "score", "exact",
+    "stored_bytes", "kept_rows", "kept_share", "peak_bytes", "full_bytes", "ttft_seconds",
+    "ms_per_token", "seconds", "notes",
+}  # fmt: skip
+TASK = NeedleTask(lengths=(120, 200), depths=(0.0, 100.0), max_new_tokens=3)
+TIMES = ("ttft_seconds", "ms_per_token", "seconds")
+
+
+def timeless(path):
+    lines = [{key: value for key, value in line.items() if key not in TIMES} for line in read_lines(path)]
+    return sorted(lines, key=lambda line: (line["method"], line["item"]))
+
+
+@pytest.fixture(scope="module")
+def finished(model, tokenizer, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "deep" / "out"
+    outcome = evaluate(
+        model, tokenizer, [TASK], ["fullkv", "streamingllm"], budgets=[64, 0.5], out=out, arguments={"model": "tiny"}
+    )
+    return out, outcome
+
+
+def test_one_line_per_item_and_arm_with_every_field(finished):
+    out, outcome = finished
+    lines = read_lines(out / RESULTS)
+    methods = {"fullkv", "streamingllm(budget=64)", "streamingllm(budget=0.5)"}
+    assert {line["method"] for line in lines} == methods
+    assert len(lines) == 4 * 3 and outcome.failed == 0
+    for line in lines:
+        assert line.keys() >= FIELDS and not line.get("error")
+        assert 0 <= line["score"] <= 1 and line["prompt_tokens"] <= line["length"]
+        assert line["stored_bytes"] <= line["full_bytes"] * 1.5
+    full = [line for line in lines if line["method"] == "fullkv"]
+    assert all(line["kept_share"] == 1.0 and line["kept_rows"] == line["prompt_tokens"] for line in full)
+    assert all(line["kept_rows"] == 64 for line in lines if line["method"] == "streamingllm(budget=64)")
+
+
+def test_files_of_a_run(finished):
+    out, outcome = finished
+    meta = json.loads((out / META).read_text())
+    assert set(meta["versions"]) == {"python", "torch", "transformers", "kvfoundry"}
+    assert meta["arguments"]["model"] == "tiny" and meta["arguments"]["tasks"][0]["lengths"] == [120, 200]
+    assert len(meta["arms"]) == 3 and meta["shared_prompts"] is True
+    shared = [
+        {key: arm[key] for key in ("backend", "dtype", "prompts", "prefill_chunk", "items")}
+        for arm in meta["arms"].values()
+    ]
+    assert shared[0] == shared[1] == shared[2] and shared[0]["items"] == 4
+    assert json.loads((out / SUMMARY).read_text())["rows"] == outcome.rows
+    html = (out / REPORT).read_text()
+    assert outcome.report == out / REPORT and "streamingllm(budget=64)" in html and "<svg" in html
+
+
+def test_a_killed_run_resumes_to_the_same_results(finished, model, tokenizer, tmp_path):
+    whole = (finished[0] / RESULTS).read_bytes()
+    rng = random.Random(5)
+    for cut in sorted(rng.sample(range(1, len(whole)), 3)):
+        out = tmp_path / str(cut)
+        out.mkdir()
+        (out / RESULTS).write_bytes(whole[:cut])
+        (out / META).write_bytes((finished[0] / META).read_bytes())
+        evaluate(
+            model,
+            tokenizer,
+            [TASK],
+            ["fullkv", "streamingllm"],
+            budgets=[64, 0.5],
+            out=out,
+            arguments={"model": "tiny"},
+            resume=True,
+        )
+        assert timeless(out / RESULTS) == timeless(finished[0] / RESULTS)
+
+
+def test_interrupt_keeps_what_is_done_and_resume_asks_only_the_rest(model, tokenizer, tmp_path, monkeypatch):
+    real, asked = kvfoundry.generate, []
+
+    def interrupted(*args, **kwargs):
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        asked.append(args[2])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(kvfoundry, "generate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model, tokenizer, [TASK], ["fullkv"], out=tmp_path)
+    assert len(read_lines(tmp_path / RESULTS)) == 2
+    again = []
+    monkeypatch.setattr(kvfoundry, "generate", lambda *args, **kwargs: again.append(args[2]) or real(*args, **kwargs))
+    evaluate(model, tokenizer, [TASK], ["fullkv"], out=tmp_path, resume=True)
+    assert len(again) == 2 and not {prompts[0] for prompts in again} & {prompts[0] for prompts in asked}
+    assert len(read_lines(tmp_path / RESULTS)) == 4
+
+
+def test_a_failing_item_is_recorded_and_the_rest_goes_on(model, tokenizer, tmp_path, monkeypatch):
+    real = kvfoundry.generate
+    bad = TASK.items(tokenizer, True, 0)[1]
+
+    def failing(model, tokenizer, prompts, **kwargs):
+        if bad.prompt in prompts:
+            raise RuntimeError("no memory")
+        return real(model, tokenizer, prompts, **kwargs)
+
+    monkeypatch.setattr(kvfoundry, "generate", failing)
+    outcome = evaluate(model, tokenizer, [TASK], ["fullkv"], out=tmp_path, batch_size=2)
+    lines = {line["item"]: line for line in read_lines(tmp_path / RESULTS)}
+    assert outcome.failed == 1 and len(lines) == 4
+    assert lines[bad.item]["error"] == "RuntimeError: no memory" and lines[bad.item]["score"] is None
+    monkeypatch.setattr(kvfoundry, "generate", real)
+    assert evaluate(model, tokenizer, [TASK], ["fullkv"], out=tmp_path, batch_size=2, resume=True).failed == 0
+
+
+def test_batches_give_what_single_items_give(finished, model, tokenizer, tmp_path):
+    evaluate(model, tokenizer, [TASK], ["fullkv", "streamingllm"], budgets=[64, 0.5], out=tmp_path, batch_size=3)
+    one = {(line["method"], line["item"]): line["prediction"] for line in read_lines(finished[0] / RESULTS)}
+    many = {(line["method"], line["item"]): line["prediction"] for line in read_lines(tmp_path / RESULTS)}
+    assert one == many
+
+
+def test_progress_counts_to_the_end(model, tokenizer, tmp_path):
+    seen = []
+    evaluate(model, tokenizer, [TASK], ["fullkv"], out=tmp_path, on_progress=seen.append)
+    assert [state.done for state in seen] == [1, 2, 3, 4] and {state.total for state in seen} == {4}
+    assert seen[-1].seconds_left == 0
+
+
+def test_arms_cross_methods_with_budgets_once():
+    assert [str(arm) for arm in expand_arms(["fullkv", "snapkv", "fullkv"], [128, 0.5])] == [
+        "fullkv", "snapkv(budget=128)", "snapkv(budget=0.5)",
+    ]  # fmt: skip
+    assert [str(arm) for arm in expand_arms(["snapkv(window=16, budget=32)"], [64])] == ["snapkv(budget=64, window=16)"]
+    with pytest.raises(SpecError, match="budget must be given"):
+        expand_arms(["snapkv"])
+    with pytest.raises(KVFoundryError, match="no method"):
+        expand_arms([])
+
+
+def test_limit_spreads_over_the_grid():
+    assert spread(list(range(10)), 3) == [0, 3, 6]
+    assert spread([1, 2], 5) == [1, 2] and spread([1, 2], None) == [1, 2]
+
+
+def test_refusals_come_before_anything_is_written(model, tokenizer, tmp_path):
+    out = tmp_path / "out"
+
+    def run(task=TASK, methods=("fullkv",), **more):
+        evaluate(model, tokenizer, [task], methods, out=out, **more)
+
+    with pytest.raises(KVFoundryError, match=r"has \d+ tokens and asks for 24 more, but the model is limited to 512"):
+        run(NeedleTask(lengths=(510,), depths=(0.0,)))
+    with pytest.raises(TaskError, match="limit 0 leaves no items"):
+        run(limit=0)
+    with pytest.raises(TaskError, match="batch size 0"):
+        run(batch_size=0)
+    with pytest.raises(SpecError, match="unknown method 'nope'"):
+        run(methods=["nope"])
+    with pytest.raises(TaskError, match="no items"):
+        evaluate(model, tokenizer, [], ["fullkv"], out=out)
+    assert not out.exists()
+
+
+def test_existing_results_and_changed_arguments_are_refused(finished, model, tokenizer):
+    before = (finished[0] / RESULTS).read_bytes()
+    with pytest.raises(DataError, match="already holds results"):
+        evaluate(model, tokenizer, [TASK], ["fullkv"], out=finished[0])
+    with pytest.raises(DataError, match=r"methods was .* and is now"):
+        evaluate(model, tokenizer, [TASK], ["fullkv"], out=finished[0], resume=True, arguments={"model": "tiny"})
+    assert (finished[0] / RESULTS).read_bytes() == before
+
+
+def test_chat_template_is_asked_of_a_tokenizer_without_one(model, tokenizer, tmp_path):
+    import copy
+
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(KVFoundryError, match="no chat template; use --no-chat"):
+        evaluate(model, bare, [TASK], ["fullkv"], out=tmp_path, chat=True)
+    evaluate(model, bare, [TASK], ["fullkv"], out=tmp_path)
+    assert json.loads((tmp_path / META).read_text())["arguments"]["chat"] is False
