@@ -13,6 +13,7 @@ _EXPORTS = {
     "KVCache": "cache",
     "Method": "method",
     "attach": "attention",
+    "compress_by_reconstruction": "reconstruction",
     "generate": "generation",
     "prefill": "generation",
     "load": "models",
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvfoundry.generation import prefill as prefill
     from kvfoundry.method import Method as Method
     from kvfoundry.models import load as load
+    from kvfoundry.reconstruction import compress_by_reconstruction as compress_by_reconstruction
     from kvfoundry.registry import entries
 
     methods = entries

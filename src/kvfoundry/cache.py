@@ -18,6 +18,7 @@ from kvfoundry.kernels.attention import backend
 from kvfoundry.layer import CacheLayer, Prompt, storage_bytes
 from kvfoundry.method import Method
 from kvfoundry.rope import Rope
+from kvfoundry.selection.budgets import ModelShape
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
 # Layers that hold a recurrent state, or nothing, instead of rows: transformers' own classes serve them.
@@ -37,7 +38,7 @@ class KVCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel, method: str | Method | None = None):
-        self.method = Method.parse("fullkv" if method is None else method)
+        self.method = Method.parse("fullkv" if method is None else method).fitted(_shape(model))
         attach(model)
         self.prompt = Prompt()
         super().__init__(layers=_layers(model, self.method, self.prompt))
@@ -113,7 +114,8 @@ class KVCache(Cache):
         if not layers or any(layer.rows_lost_at for layer in layers):
             return []
         longest = max(int(layer.real.max()) for layer in layers if layer.real is not None)
-        if self.method.schedule.prefill == "never" and self.method.schedule.every is None:
+        schedule = self.method.schedule
+        if schedule.prefill == "never" and schedule.every is None and self.method.reconstructs is None:
             return [f"{self.method} dropped nothing: its schedule never acts."]
         return [f"{self.method} dropped nothing: {longest} tokens are within its budget."]
 
@@ -150,6 +152,15 @@ def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None
             "slot positions; use positions='original'."
         )
     return rope
+
+
+def _shape(model: PreTrainedModel) -> ModelShape:
+    config = model.config.get_text_config(decoder=True)
+    types = [kind for kind, _ in compat.layer_types(config)]
+    full = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
+    query_heads = getattr(config, "num_attention_heads", 1)
+    kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
+    return ModelShape(family_of(model), len(types), full, query_heads, kv_heads)
 
 
 def _layers(model: PreTrainedModel, method: Method, prompt: Prompt) -> list[Any]:

@@ -15,6 +15,7 @@ from kvfoundry import compat
 from kvfoundry.cache import KVCache
 from kvfoundry.errors import DataError
 from kvfoundry.method import Method
+from kvfoundry.reconstruction import compress_by_reconstruction
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Generation:
     stored_bytes, peak_bytes: the cache's bytes after the prompt and at their largest, and full_bytes those of a full
     16- or 32-bit cache of the same prompt, each divided by the rows of the batch. kept_rows: rows per KV head and
     full-attention layer after the prompt; kept_share: the same over the prompt's tokens. Times are of the whole batch:
-    ttft_seconds until the first token, ms_per_token per decode step after it (0 when there was none).
+    ttft_seconds until the first token (and the second pass of a method that has one), ms_per_token per decode step
+    after it (0 when there was none).
     """
 
     text: str
@@ -113,6 +115,8 @@ def prefill(
     ids, mask = ids.to(model.device), mask.to(model.device)
     cache.expect_prompt(ids.shape[1])
     _feed(model, ids, mask, cache, prefill_chunk or ids.shape[1], keep_last=False)
+    if cache.method.reconstructs is not None:
+        compress_by_reconstruction(model, tokenizer, cache, ids, mask)
     return cache
 
 
@@ -176,6 +180,24 @@ class _Clock(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
+class _Reconstruct(StoppingCriteria):
+    """Runs the second pass once the prompt is read and before the first decode step. Never stops anything."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: KVCache, ids: Tensor, mask: Tensor
+    ):
+        self.model, self.tokenizer, self.cache, self.ids, self.mask = model, tokenizer, cache, ids, mask
+        self.done = False
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        if not self.done:
+            self.done = True
+            copies = self.cache.attention_layers[0].batch_size // self.ids.shape[0]  # beams, or several answers
+            ids, mask = (tensor.repeat_interleave(copies, dim=0) for tensor in (self.ids, self.mask))
+            compress_by_reconstruction(self.model, self.tokenizer, self.cache, ids, mask)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
 @torch.inference_mode()
 def _generate_batch(
     model: PreTrainedModel,
@@ -202,7 +224,8 @@ def _generate_batch(
     if prefill_chunk is not None:
         _feed(model, ids, mask, cache, prefill_chunk)
     clock = _Clock(cache, ids.device)
-    criteria = StoppingCriteriaList([clock, *(options.get("stopping_criteria") or [])])
+    second_pass = [_Reconstruct(model, tokenizer, cache, ids, mask)] if method.reconstructs and not past else []
+    criteria = StoppingCriteriaList([*second_pass, clock, *(options.get("stopping_criteria") or [])])
     options = {name: value for name, value in options.items() if name != "stopping_criteria"}
     output = model.generate(  # type: ignore[operator]
         ids,

@@ -6,7 +6,7 @@ Ours returns the layer itself, so that everything meets in `attend`: query, new 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from kvfoundry.method import Method
 from kvfoundry.prompt_mask import PromptMask
 from kvfoundry.rope import Rope
 from kvfoundry.selection.evict import evict
-from kvfoundry.selection.evidence import Evidence
+from kvfoundry.selection.evidence import Evidence, Summary
 from kvfoundry.slots import Sinks
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
@@ -79,6 +79,8 @@ class CacheLayer(CacheLayerMixin):
         self.family = family
         self.prompt = prompt or Prompt()
         self.rope = rope
+        # Called in place of eviction while set; the rows of such a call are read and then forgotten.
+        self.watch: Callable[[CacheLayer, Tensor, Tensor, Reading, nn.Module | None], None] | None = None
         self._noted = 0
         self._clear()
 
@@ -92,6 +94,8 @@ class CacheLayer(CacheLayerMixin):
         self._since_eviction = 0
         self._window: tuple[Tensor, Tensor] | None = None
         self._sinks: Sinks | None = None
+        self._summary: Summary = {}
+        self.reconstructed = False
         self._pending: tuple[Tensor, Tensor] | None = None
         self._halfway = False  # inside `attend`, or thrown out of it
         self.is_initialized = False
@@ -195,6 +199,7 @@ class CacheLayer(CacheLayerMixin):
         tokens = mask.tokens(columns, self.seen, self.real, query.device)
         if tokens.gather is not None:
             query, keys, values = (_columns(tensor, tokens.gather) for tensor in (query, keys, values))
+        in_prompt = self._enter(columns)
         self._halfway = True
         reading = Reading(
             self.kernel,
@@ -204,16 +209,22 @@ class CacheLayer(CacheLayerMixin):
             self.rule,
             self.method.unread_distance if self.seen else None,
         )
-        in_prompt = self._enter(columns)
+        before = (self.rows.lengths if self.rows is not None else None, self.real, self._longest)
         own = self.rows is None
         self.real = self.real + (columns if tokens.counts is None else tokens.counts)
         self._longest = self._longest + columns if tokens.counts is None else int(self.real.max())
         self._store(keys, values, tokens.positions, tokens.counts)
         assert self.rows is not None
         output = self.rows.attend(query, tokens.positions, reading)
-        self.seen += columns
         if columns > 1:  # a single row cannot make a new peak that `peak_nbytes` of the cache would not see
             self._note_bytes()
+        if self.watch is not None:
+            self.watch(self, query, tokens.positions, reading, module)
+            assert before[0] is not None
+            self.rows, self.real, self._longest = self.rows.truncated(before[0]), before[1], before[2]
+            self._halfway = False
+            return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
+        self.seen += columns
         if self.evicts:
             self._apply(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
         elif self.rule.span is not None:
@@ -239,7 +250,33 @@ class CacheLayer(CacheLayerMixin):
         """Whether this call belongs to the prompt. The first call is the whole prompt unless announced otherwise."""
         if self.prompt.tokens is None:
             self.prompt.tokens = columns
-        return self.seen < self.prompt.tokens
+        in_prompt = self.seen < self.prompt.tokens
+        waits = self.method.reconstructs is not None and self.evicts and not self.reconstructed
+        if waits and not in_prompt and self.watch is None:
+            if self.exceeds_budget():
+                raise CacheStateError(
+                    f"{self.method} has to read the prompt a second time before decoding: use kvfoundry.generate or "
+                    "kvfoundry.prefill, or call kvfoundry.compress_by_reconstruction(model, tokenizer, cache, ids)."
+                )
+            self.reconstructed = True  # the prompt was within the budget
+        return in_prompt
+
+    def budget_rows(self) -> Tensor:
+        """Rows per head that the method grants for the tokens seen: [batch], on the CPU."""
+        assert self.method.budget is not None and self.real is not None
+        return self.method.budget.rows(self.real, self.layer_idx, self.num_layers)
+
+    def exceeds_budget(self) -> bool:
+        """Whether any head stores more rows than the method grants."""
+        return self.rows is not None and bool((self.rows.lengths > self.budget_rows()[:, None]).any())
+
+    def evict(self, evidence: Evidence, method: Method) -> None:
+        """Drop rows down to the budget now, as `method` says; evidence.rows is the view of the present rows."""
+        assert self.rows is not None
+        kept = evict(method, self.rows, evidence, self.budget_rows())
+        if kept is not self.rows:
+            self.rows, self.rows_lost_at = kept, self.seen
+        self._note_bytes()
 
     def _store(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None) -> None:
         assert self.real is not None
@@ -272,7 +309,7 @@ class CacheLayer(CacheLayerMixin):
         acts_later = schedule.every is not None or not (in_prompt and prompt_ends)
         if in_prompt:
             due = schedule.prefill == "chunk" or (schedule.prefill == "end" and prompt_ends)
-            self._budget = method.budget.rows(self.real, self.layer_idx, self.num_layers)
+            self._budget = self.budget_rows()
         else:
             self._since_eviction += columns
             due = schedule.every is not None and self._since_eviction >= schedule.every
@@ -299,7 +336,8 @@ class CacheLayer(CacheLayerMixin):
         if method.score.accumulates:
             columns_now = method.score.observe(evidence)
             self.rows = self.rows.with_columns(columns_now)
-            evidence = replace(evidence, rows=replace(evidence.rows, columns=columns_now))
+            self._summary = method.score.summary(evidence, self._summary)
+            evidence = replace(evidence, rows=replace(evidence.rows, columns=columns_now), summary=self._summary)
         if due:
             self._since_eviction = 0
             budget = self._budget
@@ -313,7 +351,7 @@ class CacheLayer(CacheLayerMixin):
                 if self._sinks is not None:
                     self.rows = self._sinks.moved_into(self.rows, self.real)
         if not acts_later:
-            self._window = None
+            self._window, self._summary = None, {}
             self.rows = self.rows.with_columns({})
 
     def _take_sinks(self) -> None:
@@ -380,6 +418,7 @@ class CacheLayer(CacheLayerMixin):
             yield from self._window
         if self._sinks is not None:
             yield self._sinks.keys
+        yield from self._summary.values()
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -473,6 +512,7 @@ class CacheLayer(CacheLayerMixin):
         self._longest = int(self.real.max())
         self._budget = None if self._budget is None else self._budget[host]
         self._sinks = None if self._sinks is None else self._sinks.selected(indices)
+        self._summary = {name: value[indices.to(value.device)] for name, value in self._summary.items()}
         if self._window is not None:
             device_indices = indices.to(self._window[0].device)
             self._window = (self._window[0][device_indices], self._window[1][device_indices])
@@ -489,7 +529,7 @@ class CacheLayer(CacheLayerMixin):
             prompt=prompt,
             rope=self.rope,
         )
-        twin._sinks = self._sinks
+        twin._sinks, twin._summary, twin.reconstructed = self._sinks, self._summary, self.reconstructed
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
         twin._longest = self._longest

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from kvfoundry.errors import SpecError
 from kvfoundry.merging import Disposal
-from kvfoundry.selection.budgets import HeadBudget, LayerBudget, UniformHeads
+from kvfoundry.selection.budgets import HeadBudget, LayerBudget, LayerSpread, ModelShape, UniformHeads
 from kvfoundry.selection.evidence import Granularity, Group
 from kvfoundry.selection.protect import Protect
+from kvfoundry.selection.refine import Refinement
 from kvfoundry.selection.schedule import Schedule
 from kvfoundry.selection.scores import Score
+from kvfoundry.selection.scores.reconstruction import Reconstruction
+from kvfoundry.selection.units import Unit
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,17 @@ class Piece:
     """What one registered name contributes: the axes it claims, None where it has no say.
 
     Two pieces of one recipe must not claim the same axis. `schedule`, `protect`, `granularity` and `group` of a method
-    are its defaults and may be refined by the piece of that name.
+    are its defaults and may be refined by the piece of that name. `layers` spreads a uniform budget of another piece
+    over the layers.
     """
 
     score: Score | None = None
     budget: LayerBudget | None = None
+    layers: LayerSpread | None = None
     heads: HeadBudget | None = None
+    unit: Unit | None = None
+    block: int | None = None
+    refine: Refinement | None = None
     dispose: Disposal | None = None
     protect: Protect | None = None
     schedule: Schedule | None = None
@@ -59,6 +67,7 @@ class Piece:
     group: Group | None = None
     skip_layers: int | None = None
     slot_positions: bool | None = None
+    reconstructs: Reconstruction | None = None
     unread_distance: int | None = None
 
     def claimed(self) -> list[str]:
@@ -78,6 +87,9 @@ class Method:
     score: Score | None = field(default=None, compare=False)
     budget: LayerBudget | None = field(default=None, compare=False)
     heads: HeadBudget = field(default=UniformHeads(), compare=False)
+    unit: Unit | None = field(default=None, compare=False)
+    block: int | None = field(default=None, compare=False)
+    refine: Refinement | None = field(default=None, compare=False)
     dispose: Disposal | None = field(default=None, compare=False)
     protect: Protect = field(default=Protect(), compare=False)
     schedule: Schedule = field(default=Schedule(), compare=False)
@@ -85,6 +97,7 @@ class Method:
     group: Group = field(default="mean", compare=False)
     skip_layers: int = field(default=0, compare=False)
     slot_positions: bool = field(default=False, compare=False)
+    reconstructs: Reconstruction | None = field(default=None, compare=False)
     unread_distance: int | None = field(default=None, compare=False)
 
     @classmethod
@@ -129,6 +142,11 @@ class Method:
         """The same recipe with some axes exchanged for objects of your own; its spec string stays what it was."""
         return replace(self, **axes)
 
+    def fitted(self, shape: ModelShape) -> Method:
+        """The same recipe for one model; SpecError when it holds something that was measured on another."""
+        budget = None if self.budget is None else self.budget.fitted(shape)
+        return replace(self, budget=budget, heads=self.heads.fitted(shape))
+
     def acts_on(self, layer_idx: int) -> bool:
         """Whether rows of this layer (counted among the full-attention layers) are ever dropped."""
         return self.evicts and layer_idx >= self.skip_layers
@@ -147,8 +165,14 @@ class Method:
         query [batch, query_heads, tokens, head_dim], key and value [batch, heads, tokens, dim]: as attention sees them,
         keys after RoPE. attention_mask: [batch, tokens], 0 for padding. Returns the cache layer, with .keys, .values,
         .positions ([batch, heads, rows]), .lengths ([batch, heads]) and .nbytes; `layer.step(query, key, value)` goes
-        on from there in decode.
+        on from there in decode. Raises SpecError for a method that needs more of the model than these tensors.
         """
+        if self.reconstructs is not None:
+            raise SpecError(f"{self} lets the model repeat its context; use it through kvfoundry.generate or prefill.")
+        if self.score is not None and self.score.needs_rope:
+            raise SpecError(f"{self} needs the model's RoPE; use it through KVCache(model).")
+        if self.refine is not None and self.refine.needs_module:
+            raise SpecError(f"{self} needs the model's output projections; use it through KVCache(model).")
         from kvfoundry.layer import CacheLayer
 
         layer = CacheLayer(self, layer_idx=layer_idx, num_layers=num_layers)
@@ -203,4 +227,9 @@ def _value(node: ast.expr, name: str, parameter: str) -> Any:
         value = ast.literal_eval(node)
     except (ValueError, TypeError) as error:
         raise SpecError(f"{name}: the value of {parameter} must be a number, a word or a quoted string.") from error
-    return tuple(value) if isinstance(value, list) else value
+    return _frozen(value)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples at every depth: arguments are hashed."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, (list, tuple)) else value

@@ -8,6 +8,7 @@ from typing import Any
 from kvfoundry.errors import SpecError, unknown_name
 from kvfoundry.method import Call, Method
 from kvfoundry.registry import REQUIRED, MethodInfo, entry
+from kvfoundry.selection.budgets import UniformBudget
 
 # Axes that a method only suggests: a piece of that name may refine them.
 _REFINABLE = ("protect", "schedule", "granularity", "group")
@@ -42,11 +43,25 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
             # Protection adds up: refining the sinks of a method must not unprotect its window.
             axes[axis] = axes[axis] | value if axis == "protect" and axis in axes else value
             claimed_by[axis] = info.name
+    _settle_layers(axes, claimed_by)
     method = Method(calls=tuple(completed), **axes)
     if idle and method.evicts:
         raise SpecError(f"{idle[0]} keeps every row, but {claimed_by['budget']} drops some; use one of them.")
     _check_budget(method)
-    return method
+    _check_schedule(method)
+    return method if method.budget is None else method.replace(budget=method.budget.holding(method.protect))
+
+
+def _settle_layers(axes: dict[str, Any], claimed_by: dict[str, str]) -> None:
+    """A spread over the layers takes the place of the uniform budget that it refines."""
+    layers, budget = axes.pop("layers", None), axes.get("budget")
+    if layers is None or budget is None:
+        return
+    if not isinstance(budget, UniformBudget):
+        raise SpecError(
+            f"{claimed_by['budget']} and {claimed_by['layers']} both share the budget among the layers; use one."
+        )
+    axes["budget"] = layers.over(budget.amount)
 
 
 def _check_budget(method: Method) -> None:
@@ -63,6 +78,11 @@ def _check_budget(method: Method) -> None:
             f"{method}: a budget of {amount} rows cannot hold the rows that are always kept "
             f"({protect.sinks} first and {protect.recent} newest tokens); raise the budget or protect fewer."
         )
+
+
+def _check_schedule(method: Method) -> None:
+    if method.reconstructs is not None and (method.schedule.prefill != "never" or method.schedule.every is not None):
+        raise SpecError(f"{method}: a reconstructing method acts once, after the whole prompt; it takes no schedule.")
 
 
 def _complete(info: MethodInfo, arguments: dict[str, Any]) -> Call:

@@ -41,13 +41,13 @@ _ENTRIES: dict[str, MethodInfo] = {}
 
 
 def register(
-    *, paper: str, axes: dict[str, str], kind: Kind = "method", evicts: bool = True
+    *, paper: str, axes: dict[str, str], kind: Kind = "method", evicts: bool = True, group: str = "mean"
 ) -> Callable[[Callable[..., Piece]], Callable[..., Piece]]:
     """Enter a function under its own name.
 
     paper: where the method was published (title and arXiv id). axes: axis -> member, one short phrase each, for the
     listing. kind: "method" can stand alone, "piece" only refines one. evicts: adds the common parameters
-    `granularity` and `group`.
+    `granularity` and `group`; group is the default of the latter.
     """
 
     def enter(function: Callable[..., Piece]) -> Callable[..., Piece]:
@@ -57,7 +57,7 @@ def register(
         parameters = {key: value.default for key, value in inspect.signature(function).parameters.items()}
         build = function
         if evicts and kind == "method":
-            parameters |= {key: default for key, (default, _) in _COMMON.items()}
+            parameters |= {key: default for key, (default, _) in _COMMON.items()} | {"group": group}
             build = _with_common(function)
         summary = (inspect.getdoc(function) or "").split("\n", 1)[0].rstrip(".")
         _ENTRIES[name] = MethodInfo(name, summary, paper, axes, parameters, kind, build)

@@ -19,13 +19,27 @@ class Unmapped(AssertionError):
 class Parameters:
     """Recorded parameters, each of which has to be accounted for."""
 
-    def __init__(self, recorded: dict[str, Any]) -> None:
+    def __init__(self, recorded: dict[str, Any], tensor: Callable[[str], Any] = lambda name: None) -> None:
         self._left = dict(recorded)
+        self._tensor = tensor
 
     def take(self, name: str, default: Any = ...) -> Any:
         if name not in self._left and default is ...:
             raise Unmapped(f"the recording has no parameter {name!r}; it has {sorted(self._left)}")
         return self._left.pop(name, default)
+
+    def look(self, name: str) -> Any:
+        """A parameter that something else still has to take."""
+        if name not in self._left:
+            raise Unmapped(f"the recording has no parameter {name!r}; it has {sorted(self._left)}")
+        return self._left[name]
+
+    def nested(self, name: str) -> tuple[tuple[float, ...], ...]:
+        """A recorded matrix as nested tuples, for methods that take one as a parameter."""
+        tensor = self._tensor(name)
+        if tensor is None:
+            raise Unmapped(f"the recording has no tensor {name!r}")
+        return tuple(tuple(row) for row in tensor.tolist())
 
     def without_effect(self, *names: str) -> None:
         """Parameters that the reference accepts and ignores (its notes say so)."""
@@ -64,7 +78,7 @@ class Claim:
 
 def recipe_for(case: Case, claim: Claim, tokens: int) -> Recipe:
     """The recipe of one case; Unmapped where a recorded parameter has no counterpart."""
-    parameters = Parameters(case.parameters)
+    parameters = Parameters(case.parameters, case.tensor)
     recipe = claim.recipe(parameters, tokens)
     parameters.finish()
     return recipe
@@ -113,6 +127,54 @@ def _factory_streamingllm(p: Parameters, tokens: int) -> Recipe:
     p.without_effect("kernel_size", "pooling")
     budget = p.take("max_capacity_prompt")
     return Recipe(_spec("streamingllm", budget=budget, sinks=budget - p.take("window_size"), **_granularity(p)))
+
+
+def _window(p: Parameters, capacity: str = "max_capacity_prompt") -> dict[str, Any]:
+    """The parameters that every method with an observation window has."""
+    pooling = {"avgpool": "avg", "maxpool": "max"}[p.take("pooling")]
+    budget, window, kernel = p.take(capacity), p.take("window_size"), p.take("kernel_size")
+    return {"budget": budget, "window": window, "kernel": kernel, "pooling": pooling}
+
+
+def _factory_pyramidkv(p: Parameters, tokens: int) -> Recipe:
+    layers = p.take("num_hidden_layers")
+    spec = _spec("pyramidkv", **_window(p), beta=p.take("beta"), rule="kvcache_factory", **_granularity(p))
+    return Recipe(spec, p.take("layer_idx"), layers)
+
+
+def _factory_adakv(p: Parameters, tokens: int) -> Recipe:
+    own = {"floor": p.take("floor"), "normalize": p.take("normalize"), "rule": "kvcache_factory"}
+    layers = p.take("num_hidden_layers")
+    return Recipe(_spec("adakv", **_window(p), **own, **_granularity(p)), p.take("layer_idx"), layers)
+
+
+def _factory_headkv(p: Parameters, tokens: int) -> Recipe:
+    own = {"table": p.nested("head_scores"), "beta": p.take("head_beta"), "rule": "kvcache_factory"}
+    layers = p.take("num_hidden_layers")
+    return Recipe(_spec("headkv", **_window(p), **own, **_granularity(p)), p.take("layer_idx"), layers)
+
+
+def _paper_adakv(p: Parameters, tokens: int) -> Recipe:
+    """Pyramid mode is our pyramid under the same head budgets; `skip` layers are uniform."""
+    shared, group = p.take("gqa_support"), p.take("gqa_func")
+    kept = {"granularity": "kv_head", "group": group} if shared else {"granularity": "query_head"}
+    window = _window(p, "base_capacity")
+    floor, normalize, skip = p.take("floor_alpha"), p.take("normalize"), p.take("skip")
+    if p.take("pyram_mode", False):
+        layers = _spec("pyramidkv", **window, beta=p.take("pyram_beta"), rule="adakv", **kept)
+    else:
+        p.without_effect("pyram_beta")
+        layers = _spec("snapkv", **window, **kept)
+    heads = _spec("adaptive_heads", floor=floor, normalize=normalize, rule="kvcache_factory", skip_layers=skip)
+    num_layers = p.take("num_hidden_layers")
+    return Recipe(f"{layers}+{heads}", p.take("layer_idx"), num_layers)
+
+
+def _paper_headkv(p: Parameters, tokens: int) -> Recipe:
+    own = {"table": p.nested("head_scores"), "beta": p.take("beta"), "temperature": p.take("temp"), "rule": "authors"}
+    layers = p.take("num_hidden_layers")
+    spec = _spec("headkv", **_window(p, "budget"), **own, granularity="query_head")
+    return Recipe(spec, p.take("layer_idx"), layers)
 
 
 def _paper_l2norm(p: Parameters, tokens: int) -> Recipe:
@@ -175,21 +237,123 @@ def _press_observed_attention(p: Parameters, tokens: int) -> Recipe:
     return Recipe(spec + _PROMPT_ONLY)
 
 
+def _press_expected_attention(p: Parameters, tokens: int) -> Recipe:
+    return Recipe(_of_press("ExpectedAttentionPress", p, _kept(p, tokens)))
+
+
+def _press_keydiff(p: Parameters, tokens: int) -> Recipe:
+    return Recipe(_spec("keydiff", budget=_kept(p, tokens)))
+
+
+def _press_lagkv(p: Parameters, tokens: int) -> Recipe:
+    lag, sinks = p.take("lag_size"), p.take("n_sink")
+    ranking = "global" if p.take("cross_scoring") else "partition"
+    return Recipe(_spec("lagkv", budget=_kept(p, tokens), lag=lag, sinks=sinks, ranking=ranking))
+
+
+def _of_press(name: str, p: Parameters, budget: int) -> str:
+    """The spec of a press that another one wraps; its own parameters lie beside those of the wrapper."""
+    if name == "SnapKVPress":
+        window, kernel = p.take("window_size"), p.take("kernel_size")
+        return _spec("snapkv", budget=budget, window=window, kernel=kernel, pooling="avg")
+    if name == "KnormPress":
+        return _spec("l2norm", budget=budget, skip_layers=0)
+    if name == "KeyDiffPress":
+        return _spec("keydiff", budget=budget)
+    if name == "ExpectedAttentionPress":
+        return _spec(
+            "expected_attention",
+            budget=budget,
+            future=p.take("n_future_positions"),
+            sinks=p.take("n_sink"),
+            covariance=p.take("use_covariance"),
+            value_norm=p.take("use_vnorm"),
+            # the wrapper's epsilon comes first where both have one
+            epsilon=p.take("epsilon", 0.0),
+        )
+    raise Unmapped(f"no mapping for the wrapped press {name}")
+
+
+def _press_chunkkv(p: Parameters, tokens: int) -> Recipe:
+    """The reference counts chunks, a shorter last one included; our budget is that many chunks' worth of rows."""
+    chunk, share = p.take("chunk_length"), 1 - p.take("compression_ratio")
+    kept = max(1, int(math.ceil(tokens / chunk) * share))
+    return Recipe(_of_press(p.take("press"), p, kept * chunk) + f"+{_spec('chunks', size=chunk)}")
+
+
+def _critical(p: Parameters, tokens: int, kept: int) -> str:
+    """The reference takes the first stage's share of the unrounded budget."""
+    sure = max(1, int((1 - p.take("compression_ratio")) * tokens * p.take("first_stage_ratio")))
+    p.without_effect("note")
+    return _spec("critical", first=(sure + 1e-6) / kept, epsilon=p.take("epsilon"))
+
+
+def _press_criticalkv(p: Parameters, tokens: int) -> Recipe:
+    kept = max(1, int(tokens * (1 - p.look("compression_ratio"))))
+    critical = _critical(p, tokens, kept)
+    return Recipe(_of_press(p.take("press"), p, kept) + f"+{critical}")
+
+
+def _press_block(p: Parameters, tokens: int) -> Recipe:
+    blocks = _spec("blocks", size=p.take("block_size"))
+    return Recipe(_of_press(p.take("press"), p, _kept(p, tokens)) + f"+{blocks}")
+
+
+def _press_pyramidkv(p: Parameters, tokens: int) -> Recipe:
+    # A share and not a number of rows: this pyramid starts from the fraction itself.
+    share, window, kernel = 1 - p.take("compression_ratio"), p.take("window_size"), p.take("kernel_size")
+    spec = _spec("pyramidkv", budget=float(share), window=window, kernel=kernel, beta=p.take("beta"), rule="kvpress")
+    return Recipe(spec)
+
+
+def _press_critical_adakv(p: Parameters, tokens: int) -> Recipe:
+    kept = max(1, int(tokens * (1 - p.look("compression_ratio"))))
+    heads = _spec("adaptive_heads", floor=float(p.take("alpha_safeguard")), rule="kvpress")
+    # Every head's first stage is a share of its own whole number of rows.
+    p.without_effect("compression_ratio")
+    critical = _spec("critical", first=p.take("first_stage_ratio"), epsilon=p.take("epsilon"))
+    return Recipe(f"{_of_press(p.take('press'), p, kept)}+{heads}+{critical}")
+
+
+def _press_adakv(p: Parameters, tokens: int) -> Recipe:
+    """A wrapper: the press inside gives the scores."""
+    inner = {"SnapKVPress": _press_snapkv, "KnormPress": _press_knorm}
+    press = p.take("press")
+    if press not in inner:
+        raise Unmapped(f"no mapping for {press} under AdaKV")
+    heads = _spec("adaptive_heads", floor=float(p.take("alpha_safeguard")), rule="kvpress")
+    return Recipe(f"{inner[press](p, tokens).spec}+{heads}")
+
+
 CLAIMS: dict[Key, Claim] = {
     ("eviction", "kvcache_factory", "snapkv"): Claim("tensors", _factory_snapkv),
     ("eviction", "kvcache_factory", "h2o"): Claim("tensors", _factory_h2o),
     ("eviction", "kvcache_factory", "l2norm"): Claim("tensors", _factory_l2norm, lowest=True),
     ("eviction", "kvcache_factory", "streamingllm"): Claim("tensors", _factory_streamingllm),
+    ("eviction", "kvcache_factory", "pyramidkv"): Claim("tensors", _factory_pyramidkv),
+    ("eviction", "kvcache_factory", "adakv"): Claim("tensors", _factory_adakv),
+    ("eviction", "kvcache_factory", "headkv"): Claim("tensors", _factory_headkv),
+    ("eviction", "papers", "adakv"): Claim("tensors", _paper_adakv),
+    ("eviction", "papers", "headkv"): Claim("tensors", _paper_headkv),
     ("eviction", "papers", "snapkv"): Claim("tensors", _factory_snapkv),
     ("eviction", "papers", "l2norm"): Claim("tensors", _paper_l2norm, scores="norms", lowest=True),
     ("eviction", "papers", "streaming_llm"): Claim("positions", _paper_streaming_llm),
     ("eviction", "papers", "h2o"): Claim("steps", _paper_h2o),
     ("eviction", "kvpress", "snapkv"): Claim("model", _press_snapkv),
+    ("eviction", "kvpress", "pyramidkv"): Claim("model", _press_pyramidkv),
+    ("eviction", "kvpress", "adakv"): Claim("model", _press_adakv, scores="inner_scores"),
     ("eviction", "kvpress", "tova"): Claim("model", _press_tova),
     ("eviction", "kvpress", "knorm"): Claim("model", _press_knorm),
     ("eviction", "kvpress", "streaming_llm"): Claim("model", _press_streaming_llm),
     ("eviction", "kvpress", "random"): Claim("model", _press_random, inject=True),
     ("eviction", "kvpress", "observed_attention"): Claim("model", _press_observed_attention),
+    ("eviction", "kvpress", "expected_attention"): Claim("model", _press_expected_attention),
+    ("eviction", "kvpress", "keydiff"): Claim("model", _press_keydiff),
+    ("eviction", "kvpress", "lagkv"): Claim("model", _press_lagkv),
+    ("eviction", "kvpress", "chunkkv"): Claim("model", _press_chunkkv),
+    ("eviction", "kvpress", "criticalkv"): Claim("model", _press_criticalkv),
+    ("eviction", "kvpress", "critical_adakv"): Claim("model", _press_critical_adakv),
+    ("eviction", "kvpress", "block"): Claim("model", _press_block),
 }
 
 # Folders whose name is not that of our method; every other folder is looked up under its own name without underscores.

@@ -32,8 +32,7 @@ def _tensors(case: Case, claim: Claim) -> None:
     query, key, value = inputs["q"], inputs["k"], inputs["v"]
     recipe = recipe_for(case, claim, key.shape[2])
     layer = _compress(recipe, query, key, value)
-    recorded = case.tensor("indices")
-    assert recorded is not None, "the recording has no indices"
+    recorded = _recorded_indices(case)
     positions, lengths, keys, values = layer.positions, layer.lengths, layer.keys, layer.values
     repeat = recorded.shape[1] // positions.shape[1]  # a layer that drops nothing keeps its KV heads under query_head
     positions, lengths, keys, values = (t.repeat_interleave(repeat, dim=1) for t in (positions, lengths, keys, values))
@@ -41,7 +40,7 @@ def _tensors(case: Case, claim: Claim) -> None:
         positions,
         lengths,
         recorded,
-        tie_free=case.tensor("tie_free"),
+        tie_free=_with_batch(case.tensor("tie_free"), 2),
         scores=case.tensor(claim.scores),
         lowest=claim.lowest,
         tolerance=case.tolerance("scores"),
@@ -51,6 +50,26 @@ def _tensors(case: Case, claim: Claim) -> None:
     _compare_gather(positions, values, value, f"values of {recipe.spec}")
     for name, ours in (("keys", keys), ("values", values)):
         _compare_rows(case, name, positions, ours, recorded)
+
+
+def _recorded_indices(case: Case) -> Tensor:
+    """Recorded positions [batch, heads, rows], -1 behind a head that keeps fewer than the widest."""
+    recorded, flat, lengths = (case.tensor(name) for name in ("indices", "indices_flat", "head_lens"))
+    if recorded is not None:
+        return recorded
+    assert flat is not None and lengths is not None, "the recording has no indices"
+    return _padded(flat.long(), lengths, fill=-1)
+
+
+def _padded(flat: Tensor, lengths: Tensor, fill: float) -> Tensor:
+    """Rows of head after head, [sum(lengths), ...], as a rectangle [1, heads, widest, ...]."""
+    heads = flat.split(lengths.tolist())
+    return torch.nn.utils.rnn.pad_sequence(list(heads), batch_first=True, padding_value=fill)[None]
+
+
+def _with_batch(tensor: Tensor | None, dims: int) -> Tensor | None:
+    """Recordings for a batch of one may leave the batch dimension out."""
+    return tensor[None] if tensor is not None and tensor.dim() < dims else tensor
 
 
 def _positions(case: Case, claim: Claim) -> None:
@@ -92,6 +111,7 @@ def _compare_kept(
         place = f"{where}, batch row {batch}, head {head}"
         ours = positions[batch, head][positions[batch, head] >= 0]
         wanted = recorded[batch, head].long().sort().values
+        wanted = wanted[wanted >= 0]
         assert ours.numel() == ours.unique().numel() == int(lengths[batch, head]), f"{place}: {ours.tolist()}"
         assert ours.numel() == wanted.numel(), f"{place}: {ours.numel()} rows kept, recorded are {wanted.numel()}"
         if scores is None or tie_free is None or bool(tie_free[batch, head]):
@@ -118,7 +138,10 @@ def _compare_gather(positions: Tensor, rows: Tensor, source: Tensor, where: str)
 
 def _compare_rows(case: Case, name: str, positions: Tensor, ours: Tensor, recorded: Tensor) -> None:
     """Recorded output rows against ours, both in ascending order of position, in heads without ties."""
-    output, tie_free = case.tensor(name), case.tensor("tie_free")
+    output, tie_free = case.tensor(name), _with_batch(case.tensor("tie_free"), 2)
+    flat, lengths = case.tensor(f"{name}_flat"), case.tensor("head_lens")
+    if output is None and flat is not None and lengths is not None:
+        output = _padded(flat, lengths, fill=0.0)
     if output is None:
         return
     same = tie_free.bool() if tie_free is not None else torch.ones(recorded.shape[:2], dtype=torch.bool)
@@ -127,6 +150,7 @@ def _compare_rows(case: Case, name: str, positions: Tensor, ours: Tensor, record
 
 
 def _by_position(rows: Tensor, positions: Tensor) -> Tensor:
+    positions = positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max)  # absent rows come last
     return rows.gather(2, positions.argsort(dim=-1)[..., None].expand(-1, -1, -1, rows.shape[-1]))
 
 
@@ -180,7 +204,7 @@ def _model(case: Case, claim: Claim) -> None:
     ids = load_file(folder / "baseline.safetensors")["input_ids"].long()[:batch]
     recipe = recipe_for(case, claim, tokens)
     method = kvfoundry.Method.parse(recipe.spec)
-    recorded = _recorded_layers(case, "indices")
+    recorded = _unmasked(case, tokens) or _recorded_layers(case, "indices")  # a masked entry is still stored
     if claim.inject:
         method = method.replace(score=GivenScores(tuple(_recorded_layers(case, "scores").values())))
     model = _load(folder)
@@ -195,7 +219,7 @@ def _model(case: Case, claim: Claim) -> None:
                 kept.lengths,
                 indices,
                 tie_free=case.tensor(f"l{layer}.tie_free"),
-                scores=case.tensor(f"l{layer}.scores"),
+                scores=case.tensor(f"l{layer}.{claim.scores}"),
                 tolerance=case.tolerance("scores"),
                 where=f"{recipe.spec} on {case.entry['model']}, layer {layer}",
             )
@@ -216,6 +240,19 @@ def _recorded_layers(case: Case, name: str) -> dict[int, Tensor]:
     layers = sorted(int(key[1:].split(".")[0]) for key in case.entry["tensors"] if key.endswith(f".{name}"))
     found = {layer: case.tensor(f"l{layer}.{name}") for layer in layers}
     return {layer: tensor for layer, tensor in found.items() if tensor is not None}
+
+
+def _unmasked(case: Case, tokens: int) -> dict[int, Tensor]:
+    """Layer index -> what is left where the recording names the entries (batch, head, position) that are masked."""
+    kept = {}
+    for layer, masked in _recorded_layers(case, "masked").items():
+        _, heads, _ = case.tensor(f"l{layer}.inner_scores").shape  # type: ignore[union-attr]
+        readable = torch.ones(case.entry["batch"], heads, tokens, dtype=torch.bool)
+        readable[tuple(masked.long().T)] = False
+        rows = readable.flatten(0, 1).nonzero()[:, 1]
+        lengths = readable.flatten(0, 1).sum(dim=-1)
+        kept[layer] = _padded(rows, lengths, fill=-1)[0].unflatten(0, readable.shape[:2])
+    return kept
 
 
 _MODELS: dict[Path, PreTrainedModel] = {}

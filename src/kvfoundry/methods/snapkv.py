@@ -21,7 +21,7 @@ from kvfoundry.selection.scores.window_attention import WindowAttention
 def snapkv(budget: Amount, window: int = 32, kernel: int = 5, pooling: str = "avg") -> Piece:
     """Keep the rows that the last `window` queries of the prompt attend to, and the window itself.
 
-    score(j) = pool_kernel(group(sum over the window's queries i of softmax(q_i k / sqrt(d))_j)), ranked per KV head.
+    score(j) = pool_kernel(group(mean over the window's queries i of softmax(q_i k / sqrt(d))_j)), ranked per KV head.
     pooling: "avg" (the paper's code) or "max" (KVCache-Factory's scripts), over `kernel` neighbours, `kernel` odd.
     """
     checked_amount(budget)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvfoundry.errors import SpecError
-from kvfoundry.layouts.base import RowsView
+from kvfoundry.selection.evidence import Evidence
+from kvfoundry.selection.protect import Protect
 
 # An int is rows per KV head and layer on average; a float in (0, 1] is the kept share of the tokens seen.
 Amount = int | float
@@ -38,6 +39,17 @@ def resolved(amount: Amount, seen: Tensor) -> Tensor:
     return torch.tensor([max(1, int(int(tokens) * amount)) for tokens in seen], dtype=seen.dtype)
 
 
+@dataclass(frozen=True)
+class ModelShape:
+    """What a budget may want to know of a model: its layers, those with full attention, and the heads of a layer."""
+
+    family: str
+    layers: int
+    full_layers: tuple[int, ...]
+    query_heads: int
+    kv_heads: int
+
+
 class LayerBudget(ABC):
     """Rows per KV head of one layer, averaged over its heads."""
 
@@ -49,6 +61,22 @@ class LayerBudget(ABC):
     @abstractmethod
     def rows(self, seen: Tensor, layer_idx: int, num_layers: int) -> Tensor:
         """[batch] rows for layer `layer_idx` of `num_layers`, given the real tokens `seen` [batch]. At least 1 each."""
+
+    def holding(self, protect: Protect) -> LayerBudget:
+        """The budget that knows what every layer has to protect; called once, when the recipe is complete."""
+        return self
+
+    def fitted(self, shape: ModelShape) -> LayerBudget:
+        """The budget for this model; SpecError when it was made for another. Called when a cache is built."""
+        return self
+
+
+class LayerSpread(ABC):
+    """A refinement of a uniform budget: the same total, shared unevenly among the layers."""
+
+    @abstractmethod
+    def over(self, amount: Amount) -> LayerBudget:
+        """The layer budget that spreads an average of `amount`."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +96,19 @@ class UniformBudget(LayerBudget):
 class HeadBudget(ABC):
     """How the rows of one layer are shared among its heads."""
 
+    def fitted(self, shape: ModelShape) -> HeadBudget:
+        """Like `LayerBudget.fitted`."""
+        return self
+
+    def settled(self, evidence: Evidence, rows: Tensor) -> bool:
+        """True when nothing has to go, known without scores. rows: [batch] average per head."""
+        return not bool((evidence.rows.lengths > rows[:, None]).any())
+
     @abstractmethod
-    def allocate(self, scores: Tensor, view: RowsView, rows: Tensor, protected: Tensor) -> Tensor:
+    def allocate(self, scores: Tensor, evidence: Evidence, rows: Tensor, protected: Tensor) -> Tensor:
         """Rows each head keeps: [batch, heads] on the CPU, never more than it has, never fewer than its protected rows.
 
-        scores: [batch, heads, rows]; rows: [batch] average per head; protected: boolean [batch, heads, rows].
+        scores: [batch, heads or 1, rows]; rows: [batch] average per head; protected: boolean [batch, heads, rows].
         """
 
 
@@ -80,5 +116,5 @@ class HeadBudget(ABC):
 class UniformHeads(HeadBudget):
     """Every head keeps the same number of rows."""
 
-    def allocate(self, scores: Tensor, view: RowsView, rows: Tensor, protected: Tensor) -> Tensor:
-        return torch.minimum(view.lengths, rows[:, None])
+    def allocate(self, scores: Tensor, evidence: Evidence, rows: Tensor, protected: Tensor) -> Tensor:
+        return torch.minimum(evidence.rows.lengths, rows[:, None])

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvfoundry.layouts import keep_rows
 from kvfoundry.layouts.base import Layout
+from kvfoundry.layouts.dense import DenseRows
 from kvfoundry.selection.evidence import Evidence
 from kvfoundry.selection.keep import kept_mask, top_slots
 
@@ -23,17 +25,62 @@ def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor) -> L
     """
     if method.score is None:
         return layout
-    view = evidence.rows
-    if not bool((view.lengths > rows[:, None]).any()):
+    unchanged, view = layout, evidence.rows
+    if method.heads.settled(evidence, rows):
         return layout
     if method.granularity == "query_head" and evidence.groups > 1:
         layout = layout.expanded_heads(evidence.groups)
         view = layout.view()
         evidence = replace(evidence, rows=view)
-    protected = method.protect.mask(view, evidence.seen, rows)
-    scores = method.score(evidence)
-    counts = method.heads.allocate(scores, view, rows, protected)
-    slots = top_slots(scores, view, counts, protected)
+    if method.block is None:
+        slots, counts = _chosen(method, evidence, rows)
+    else:
+        slots, counts = _chosen_by_block(method, evidence, rows, method.block)
+    if bool((counts >= view.lengths).all()):
+        return unchanged
     if method.dispose is not None:
         view = method.dispose(view, kept_mask(slots, view))
     return keep_rows(view, slots, counts)
+
+
+def _chosen(method: Method, evidence: Evidence, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots of the rows that stay [batch, heads, widest], and how many per head [batch, heads]."""
+    assert method.score is not None
+    view = evidence.rows
+    protected = method.protect.mask(view, evidence.seen, rows)
+    scores = method.score(evidence)
+    if method.unit is None:
+        counts = method.heads.allocate(scores, evidence, rows, protected)
+    else:
+        scores, counts = method.unit(scores, view, rows, protected)
+    if method.refine is not None:
+        scores = method.refine(scores, evidence, counts, protected)
+    return top_slots(scores, view, counts, protected), counts
+
+
+def _chosen_by_block(method: Method, evidence: Evidence, rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """As `_chosen`, where rows enter the contest `block` at a time and losers never come back.
+
+    The first `rows` rows of a head start as kept; each block of further rows is ranked together with those kept so far.
+    """
+    view = evidence.rows
+    counts = torch.minimum(view.lengths, rows[:, None])
+    widest = torch.arange(int(counts.max()))
+    slots = widest.where(widest < counts[..., None], -1).to(view.keys.device)
+    entered = counts
+    while bool((entered < view.lengths).any()):
+        upto = torch.minimum(entered + block, view.lengths)
+        new = entered[..., None] + torch.arange(block)
+        new = new.where(new < upto[..., None], -1).to(slots.device)
+        slots = torch.cat([slots, new], dim=-1)
+        # Absent slots to the end, so that the candidates are rows in order again.
+        beyond = view.keys.shape[2]
+        slots = slots.masked_fill(slots < 0, beyond).sort(dim=-1).values
+        slots = slots.masked_fill(slots == beyond, -1)
+        present = (slots >= 0).sum(dim=-1).cpu()
+        slots = slots[..., : int(present.max())]
+        candidates = DenseRows.gathered(view, slots, present).view()
+        chosen, counts = _chosen(method, replace(evidence, rows=candidates), rows)
+        slots = slots.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
+        entered = upto
+    return slots, counts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -18,6 +18,9 @@ from kvfoundry.visibility import Visibility
 Group = Literal["mean", "max", "sum"]
 Granularity = Literal["kv_head", "query_head"]
 
+# What a score remembers of a sequence beside its rows: name -> [batch, ...].
+Summary = dict[str, Tensor]
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -31,6 +34,7 @@ class Evidence:
     seen: real tokens per batch row so far, on the CPU. layer_idx, num_layers: place among the layers that evict.
     rope: the layer's rotary embedding when the score asks for it. module: the model's attention module, None when the
         tensors were fed by hand.
+    summary: what the score's `summary` returned for this call.
     """
 
     query: Tensor
@@ -47,6 +51,7 @@ class Evidence:
     rope: Rope | None = None
     module: nn.Module | None = None
     granularity: Granularity = "kv_head"
+    summary: Summary = field(default_factory=dict)
 
     @property
     def groups(self) -> int:

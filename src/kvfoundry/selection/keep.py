@@ -6,6 +6,12 @@ from torch import Tensor
 from kvfoundry.layouts.base import RowsView
 
 
+def comparable(scores: Tensor, view: RowsView) -> Tensor:
+    """Scores [batch, heads or 1, rows] as [batch, heads, rows] in float32, NaN lowest."""
+    ordered = torch.nan_to_num(scores.float(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return ordered.expand(-1, view.keys.shape[1], -1)
+
+
 def top_slots(scores: Tensor, view: RowsView, counts: Tensor, protected: Tensor) -> Tensor:
     """Slots of the kept rows in ascending order: [batch, heads, widest], -1 behind a head that keeps fewer.
 
@@ -13,9 +19,7 @@ def top_slots(scores: Tensor, view: RowsView, counts: Tensor, protected: Tensor)
     [batch, heads, rows], always inside as long as counts allow. Ties go to the earlier row, and no tie and no NaN can
     push a protected row out: protection is a rank of its own, not a high score.
     """
-    finite = torch.nan_to_num(scores.float(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    finite = finite.expand(-1, view.keys.shape[1], -1)
-    order = finite.argsort(dim=-1, descending=True, stable=True)
+    order = comparable(scores, view).argsort(dim=-1, descending=True, stable=True)
     rank = torch.where(protected, 2, torch.where(view.valid, 1, 0))
     # Sorting twice, stably: by score, then by rank.
     order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, descending=True, stable=True))

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from kvfoundry.layouts.base import Columns
-from kvfoundry.selection.evidence import Evidence
+from kvfoundry.selection.evidence import Evidence, Summary
 
 
 class Score(ABC):
@@ -28,6 +28,13 @@ class Score(ABC):
 
     def observe(self, evidence: Evidence) -> Columns:
         """Statistics to store with the rows after a call ([batch, heads, rows, ...]); read back from `rows.columns`."""
+        return {}
+
+    def summary(self, evidence: Evidence, earlier: Summary) -> Summary:
+        """Statistics of the sequence to keep from call to call (name -> [batch, ...]), when the score `accumulates`.
+
+        earlier: what the previous call returned, empty at the first. Read back from `evidence.summary`.
+        """
         return {}
 
     @abstractmethod

@@ -11,7 +11,7 @@ from kvfoundry.selection.scores.base import Score
 
 @dataclass(frozen=True)
 class WindowAttention(Score):
-    """Sum over the last `queries` queries of their attention, group reduction, then pooling over `kernel` neighbours.
+    """Mean over the last `queries` queries of their attention, group reduction, pooling over `kernel` neighbours.
 
     Only rows before the window are pooled: the window's own columns are protected and must not leak into their
     neighbours.
@@ -26,6 +26,7 @@ class WindowAttention(Score):
         return self.queries
 
     def __call__(self, evidence: Evidence) -> Tensor:
-        scores = evidence.reduced(evidence.window_attention.sum(dim=2))
+        queries = (evidence.window_positions >= 0).sum(dim=1).clamp(min=1)[:, None, None]
+        scores = evidence.reduced(evidence.window_attention.sum(dim=2) / queries)
         before_window = evidence.rows.valid & (evidence.ages() > self.queries)
         return pooled(scores, before_window, self.kernel, self.pooling)

@@ -1,0 +1,100 @@
+"""The laws on a CUDA device, in float32 and bfloat16; skipped where there is none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from laws.support import EVICTING, greedy, kept_positions, small_spec
+from tiny_models import EVICTABLE, FAMILIES, random_ids
+from transformers import PreTrainedModel
+
+import kvfoundry
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+LENGTHS = (40, 27)
+
+
+@pytest.fixture
+def cuda_model(tiny_model: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+    """A private copy of a tiny model on the device, under its own eager attention."""
+
+    def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        model = copy.deepcopy(tiny_model(family)).to("cuda", dtype)
+        model.set_attn_implementation("eager")
+        return model
+
+    return build
+
+
+def padded_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = random_ids(2, LENGTHS[0]).cuda()
+    mask = torch.ones_like(ids)
+    pad = LENGTHS[0] - LENGTHS[1]
+    ids[1, :pad], mask[1, :pad] = 0, 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_full_cache_is_exact(family, dtype, bound, backend, cuda_model) -> None:
+    model = cuda_model(family, dtype)
+    ids, mask = padded_batch()
+    with torch.inference_mode():
+        expected = model(ids, attention_mask=mask).logits.float()[mask.bool()]
+        kvfoundry.attach(model, attn_implementation=backend)
+        found = model(ids, mask, None, kvfoundry.KVCache(model)).logits.float()[mask.bool()]
+    scale = max(1.0, float(expected.abs().max()))
+    # bfloat16 kernels round in another order than the reference: the bound is relative to the largest logit there.
+    assert (found - expected).abs().max() <= bound * (scale if dtype == torch.bfloat16 else 1.0)
+
+
+@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
+@pytest.mark.parametrize("name", EVICTING)
+def test_each_row_of_a_batch_equals_its_single_run(name, granularity, cuda_model) -> None:
+    model = cuda_model("llama")
+    given = {"granularity": granularity} if "granularity" in kvfoundry.methods()[name].parameters else {}
+    spec = small_spec(name, **given)
+    ids, mask = padded_batch()
+    batch = kvfoundry.KVCache(model, spec)
+    together = greedy(model, batch, ids, mask)
+    for row, length in enumerate(LENGTHS):
+        single = kvfoundry.KVCache(model, spec)
+        alone = greedy(model, single, ids[row : row + 1, -length:])
+        assert torch.equal(together[row], alone[0])
+        assert kept_positions(batch, row) == kept_positions(single)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_the_kept_set_is_that_of_the_cpu(name, cuda_model, tiny_model) -> None:
+    """Float32 on both sides; the protected rows and the ranking must not depend on the device."""
+    ids = random_ids(1, 48, seed=3)
+    kept = []
+    for model in (tiny_model("qwen3"), cuda_model("qwen3")):
+        cache = kvfoundry.KVCache(model, small_spec(name))
+        with torch.inference_mode():
+            model(ids.to(model.device), None, None, cache)
+        kept.append(kept_positions(cache))
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("family", EVICTABLE)
+def test_memory_is_really_freed(family, cuda_model) -> None:
+    """B27 on the allocator: after an eviction to a tenth the device holds what `nbytes` says, not the full prompt."""
+    model = cuda_model(family)
+    ids = random_ids(1, 1000, seed=5).cuda()
+    with torch.inference_mode():
+        model(ids[:, :16], None, None, kvfoundry.KVCache(model, "snapkv(budget=100, window=8)"))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        cache = kvfoundry.KVCache(model, "snapkv(budget=100, window=8)")
+        model(ids, None, None, cache, logits_to_keep=1)
+    torch.cuda.synchronize()
+    grown = torch.cuda.memory_allocated() - before
+    # The allocator rounds every tensor up to 512 bytes.
+    tensors = sum(1 for layer in cache.attention_layers for _ in layer.tensors())
+    assert grown <= cache.nbytes + 512 * (tensors + 8)

@@ -1,0 +1,1 @@
+"""One file per method: hand-computed small cases and the promises of its docstring."""
