@@ -135,6 +135,18 @@ class KVCache(Cache):
     def _is_stateless(self) -> list[bool]:
         return [type(layer).__name__ == "DummyLayer" for layer in self.layers]
 
+    def activate_past_recording(self) -> None:
+        """Called by transformers before assisted or prompt-lookup decoding, which takes rejected tokens back.
+
+        Raises CacheStateError when the method drops rows.
+        """
+        if any(layer.evicts for layer in self.attention_layers):
+            raise CacheStateError(
+                f"assisted and prompt-lookup decoding take tokens back (crop), and {self.method} drops rows that this "
+                "needs; use fullkv, or decode without an assistant."
+            )
+        super().activate_past_recording()
+
     def reset(self) -> None:
         """Empty the cache; the memory is freed and the next call starts a new prompt."""
         super().reset()
