@@ -117,7 +117,7 @@ def test_length_below_the_question_is_refused(tokenizer):
 
 def test_distractors_are_facts_about_other_keys_with_other_answers(tokenizer) -> None:
     item = NeedleTask(lengths=(220,), depths=(50.0,), distractors=3).items(tokenizer, False, seed=1)[0]
-    facts = [line for line in item.prompt.split("Remember this: ")[1:]]
+    facts = item.prompt.split("Remember this: ")[1:]
     assert len(facts) == 4
     assert sum(item.references[0] in fact.split(".")[0] for fact in facts) == 1
     assert item.prompt.endswith(item.question)

@@ -96,7 +96,7 @@ def test_the_highest_scores_stay(budget, tokens, seed):
     layers=st.integers(1, 6),
 )
 def test_every_method_keeps_its_budget_in_prompt_and_decode(name, budget, tokens, steps, layers):
-    """Averaged over heads, within one row per head; never none; decode grows by one row per step or stays at the budget."""
+    """Averaged over heads, within one row per head; never none; decode grows by a row a step or stays at the budget."""
     method = Method.parse(small_spec(name, budget))
     asked, kept = rows_asked(budget, tokens), []
     for layer_idx in range(layers):
