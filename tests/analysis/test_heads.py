@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Pr
 from typer.testing import CliRunner
 
 import kvfoundry
-from kvfoundry.analysis import measure_heads
 from kvfoundry.analysis.command import analyze_app
-from kvfoundry.analysis.heads import _score
+from kvfoundry.analysis.heads import _score, measure_heads
 from kvfoundry.analysis.probes import Probe, make_probes
 from kvfoundry.errors import DataError, KVFoundryError, SpecError
 from kvfoundry.method import Method

@@ -1,5 +1,4 @@
-"""What a model does with its rows: which heads retrieve."""
+"""What a model does with its rows: which heads retrieve. `heads.measure_heads` measures, `command` is the command line.
 
-from kvfoundry.analysis.heads import HeadScores, measure_heads
-
-__all__ = ["HeadScores", "measure_heads"]
+Empty, so that the command line starts without torch.
+"""
