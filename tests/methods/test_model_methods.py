@@ -83,18 +83,18 @@ def test_the_statistics_are_counted_and_follow_the_batch(own_model):
     spec = "expected_attention(budget=12, future=8, sinks=2)+schedule(every=4)"
     cache = prefilled(model, spec, ids)
     layer = cache.layers[0]
-    held = sum(t.numel() * t.element_size() for t in layer._summary.values())
+    held = sum(t.numel() * t.element_size() for t in layer._acting._summary.values())
     assert held >= 2 * 8 * 16 * 16 * 4
     rows_only = sum(t.untyped_storage().nbytes() for t in layer.rows.tensors())
     assert layer.nbytes == rows_only + held
     twin = cache.fork()
     twin.reorder_cache(torch.tensor([1, 1]))
-    assert torch.equal(twin.layers[0]._summary["mean"][0], layer._summary["mean"][1])
+    assert torch.equal(twin.layers[0]._acting._summary["mean"][0], layer._acting._summary["mean"][1])
     with torch.inference_mode():
         model(ids[:, :1], None, None, twin)
-    assert not torch.equal(twin.layers[0]._summary["mean"], layer._summary["mean"])
+    assert not torch.equal(twin.layers[0]._acting._summary["mean"], layer._acting._summary["mean"])
     quiet = prefilled(model, "expected_attention(budget=12, future=8, sinks=2)", ids)
-    assert not quiet.layers[0]._summary
+    assert not quiet.layers[0]._acting._summary
 
 
 @torch.no_grad()
