@@ -65,7 +65,7 @@ class Interruption(Exception):
     pass
 
 
-@pytest.mark.parametrize("point", ["_store", "_apply", "update"])
+@pytest.mark.parametrize("point", ["_store", "_act", "update"])
 @pytest.mark.parametrize("layer_idx", [0, 1])
 @pytest.mark.parametrize("seen", [0, 30])
 def test_an_interrupted_call_is_noticed_and_reset_leads_on(point, layer_idx, seen, tiny_model, monkeypatch):
