@@ -132,6 +132,17 @@ class Method:
         """True when a budget parameter exists."""
         return any(name == "budget" for call in self.calls for name, _ in call.arguments)
 
+    @property
+    def needs_model(self) -> str | None:
+        """What the method needs of the model beside the tensors of one layer, in words; None for nothing."""
+        if self.reconstructs is not None:
+            return "the model to repeat its context"
+        if self.score is not None and self.score.needs_rope:
+            return "the model's RoPE"
+        if self.refine is not None and self.refine.needs_module:
+            return "the model's output projections"
+        return None
+
     def with_budget(self, budget: int | float) -> Method:
         """The same recipe under another budget; SpecError when none of its pieces takes one.
 
@@ -178,12 +189,8 @@ class Method:
         .positions ([batch, heads, rows]), .lengths ([batch, heads]) and .nbytes; `layer.step(query, key, value)` goes
         on from there in decode. Raises SpecError for a method that needs more of the model than these tensors.
         """
-        if self.reconstructs is not None:
-            raise SpecError(f"{self} lets the model repeat its context; use it through kvfoundry.generate or prefill.")
-        if self.score is not None and self.score.needs_rope:
-            raise SpecError(f"{self} needs the model's RoPE; use it through KVCache(model).")
-        if self.refine is not None and self.refine.needs_module:
-            raise SpecError(f"{self} needs the model's output projections; use it through KVCache(model).")
+        if self.needs_model is not None:
+            raise SpecError(f"{self} needs {self.needs_model}, not only tensors; use it through KVCache(model).")
         from kvfoundry.layer import CacheLayer
 
         layer = CacheLayer(self, layer_idx=layer_idx, num_layers=num_layers)

@@ -69,7 +69,7 @@ class Interruption(Exception):
 @pytest.mark.parametrize("layer_idx", [0, 1])
 @pytest.mark.parametrize("seen", [0, 30])
 def test_an_interrupted_call_is_noticed_and_reset_leads_on(point, layer_idx, seen, tiny_model, monkeypatch):
-    """B06: after an exception in the middle the cache refuses to go on; a reset one equals a new one, as does another."""
+    """B06: after an exception halfway the cache refuses to go on; a reset one equals a new one, as does another."""
     model, method = tiny_model("llama"), Method.parse("h2o(budget=12, window=4)")
     ids, b = random_ids(1, 40, seed=1), random_ids(1, 33, seed=2)
     cache = kvfoundry.KVCache(model, method)

@@ -76,6 +76,7 @@ class Claim:
     in decode). scores: the recorded ranking tensor; lowest: it ranks what goes first, so the smallest stay. inject: the
     recorded scores are random draws, to be given. merged: which of keys and values are more than copies. draws: the
     recorded draws of a merge as uniform numbers [1, heads, tokens], made for the first batch row.
+    normals: the score takes the recorded normal numbers of every layer (randn0, randn1, ...) in place of its own.
     """
 
     driver: Literal["tensors", "positions", "steps", "model", "selector", "pages", "one step", "events"]
@@ -85,6 +86,7 @@ class Claim:
     inject: bool = False
     merged: tuple[str, ...] = ()
     draws: Callable[[Case, int], Tensor] | None = None
+    normals: bool = False
 
 
 def recipe_for(case: Case, claim: Claim, tokens: int) -> Recipe:
@@ -258,7 +260,7 @@ def _press_keydiff(p: Parameters, tokens: int) -> Recipe:
 
 def _press_lagkv(p: Parameters, tokens: int) -> Recipe:
     lag, sinks = p.take("lag_size"), p.take("n_sink")
-    ranking = "global" if p.take("cross_scoring") else "partition"
+    ranking = "overall" if p.take("cross_scoring") else "partition"
     return Recipe(_spec("lagkv", budget=_kept(p, tokens), lag=lag, sinks=sinks, ranking=ranking))
 
 
@@ -289,7 +291,7 @@ def _press_chunkkv(p: Parameters, tokens: int) -> Recipe:
     """The reference counts chunks, a shorter last one included; our budget is that many chunks' worth of rows."""
     chunk, share = p.take("chunk_length"), 1 - p.take("compression_ratio")
     kept = max(1, int(math.ceil(tokens / chunk) * share))
-    return Recipe(_of_press(p.take("press"), p, kept * chunk) + f"+{_spec('chunks', size=chunk)}")
+    return Recipe(_of_press(p.take("press"), p, kept * chunk) + f"+{_spec('chunks', size=chunk, rest='drop')}")
 
 
 def _critical(p: Parameters, tokens: int, kept: int) -> str:
@@ -315,6 +317,14 @@ def _press_pyramidkv(p: Parameters, tokens: int) -> Recipe:
     share, window, kernel = 1 - p.take("compression_ratio"), p.take("window_size"), p.take("kernel_size")
     spec = _spec("pyramidkv", budget=float(share), window=window, kernel=kernel, beta=p.take("beta"), rule="kvpress")
     return Recipe(spec)
+
+
+def _press_cur(p: Parameters, tokens: int) -> Recipe:
+    block = p.take("local_window_size", None)
+    block = block if p.take("use_local_approximation") else None
+    seed = 0 if p.take("use_random_leverage") else None
+    sinks, leverage = p.take("num_sinks"), p.take("leverage_type")
+    return Recipe(_spec("cur", budget=_kept(p, tokens), sinks=sinks, leverage=leverage, block=block, seed=seed))
 
 
 def _press_critical_adakv(p: Parameters, tokens: int) -> Recipe:
@@ -488,6 +498,7 @@ CLAIMS: dict[Key, Claim] = {
     ("eviction", "kvpress", "criticalkv"): Claim("model", _press_criticalkv),
     ("eviction", "kvpress", "critical_adakv"): Claim("model", _press_critical_adakv),
     ("eviction", "kvpress", "block"): Claim("model", _press_block),
+    ("eviction", "kvpress", "cur"): Claim("model", _press_cur, normals=True),
 }
 
 # Folders whose name is not that of our method; every other folder is looked up under its own name without underscores.
