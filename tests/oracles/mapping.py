@@ -381,7 +381,16 @@ def _factory_cam_draws(case: Case, tokens: int) -> Tensor:
 
 
 def _press_merging(p: Parameters, tokens: int) -> Recipe:
-    presses = {"SnapKVPress": _press_snapkv, "KnormPress": _press_knorm}
+    presses = {
+        "ExpectedAttentionPress": _press_expected_attention,
+        "KeyDiffPress": _press_keydiff,
+        "KnormPress": _press_knorm,
+        "LagKVPress": _press_lagkv,
+        "PyramidKVPress": _press_pyramidkv,
+        "SnapKVPress": _press_snapkv,
+        "StreamingLLMPress": _press_streaming_llm,
+        "TOVAPress": _press_tova,
+    }
     press = p.take("press")
     if press not in presses:
         raise Unmapped(f"no mapping for the wrapped {press}")
