@@ -46,6 +46,8 @@ def small_spec(name: str, budget: int | float = 12, **given: Any) -> str:
 NAMES = [name for name in kvfoundry.methods() if Method.parse(small_spec(name)).reconstructs is None]
 # Methods and pieces whose recipe drops rows, and those among them with a budget.
 EVICTING = [name for name in NAMES if Method.parse(small_spec(name)).evicts]
+# Those that the tensors of one layer suffice for.
+BY_HAND = [name for name in NAMES if Method.parse(small_spec(name)).needs_model is None]
 
 
 @torch.inference_mode()

@@ -60,12 +60,12 @@ def test_a_prompt_in_pieces_gives_the_text_of_the_full_cache(chunk, family, tiny
 @pytest.mark.parametrize("name", EVICTING)
 def test_a_prompt_in_pieces_is_evicted_after_each(name, tiny_model, tokenizer):
     """The same as feeding the pieces by hand, and a lower peak than the prompt at once."""
-    model, spec, prompt = tiny_model("llama"), small_spec(name), words(80, 5)
+    model, spec, prompt = tiny_model("llama"), small_spec(name), words(160, 5)
     [found] = kvfoundry.generate(model, tokenizer, [prompt], spec, max_new_tokens=8, prefill_chunk=16, details=True)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     cache = kvfoundry.KVCache(model, spec)
-    cache.expect_prompt(80)
-    forward_pieces(model, cache, ids, [16] * 4)
+    cache.expect_prompt(160)
+    forward_pieces(model, cache, ids, [16] * 9)
     assert found.token_ids == greedy(model, cache, ids, steps=8)[0].tolist()
     [at_once] = kvfoundry.generate(model, tokenizer, [prompt], spec, max_new_tokens=8, details=True)
     assert found.peak_bytes < at_once.peak_bytes
