@@ -1,5 +1,8 @@
-"""An independent replay of a generation: the model's own forward over all tokens at once, without any cache, where every
-query may see exactly the rows that the cache held when the token came."""
+"""An independent replay of a generation.
+
+The model's own forward over all tokens at once, without any cache, where every query may see exactly the rows that the
+cache held when its token came.
+"""
 
 from __future__ import annotations
 
