@@ -110,6 +110,10 @@ class KVCache(Cache):
             return [f"{self.method} acts on no layer: all attention layers of this model have a window of their own."]
         if self.method.evicts and not any(layer.evicts for layer in self.attention_layers):
             return [f"{self.method} acts on no layer: it skips all {len(self._full_layers())} full-attention layers."]
+        if self.method.read is not None and not self.method.evicts:
+            return [
+                f"{self.method} drops nothing: it reads fewer rows in decode, and memory is that of the full cache."
+            ]
         layers = [layer for layer in self.attention_layers if layer.evicts and layer.real is not None]
         if not layers or any(layer.rows_lost_at for layer in layers):
             return []

@@ -54,6 +54,7 @@ def generate(
     chat: bool = False,
     batch_size: int | None = None,
     prefill_chunk: int | None = None,
+    hold_back: int = 0,
     streamer: Any = None,
     generation_config: GenerationConfig | None = None,
     seed: int | None = None,
@@ -65,9 +66,10 @@ def generate(
 
     prompts: a string, or a list answered in batches of `batch_size` (all at once by default), left-padded. chat: wrap
     each prompt as a user turn of the tokenizer's chat template. prefill_chunk: feed the prompt in pieces of so many
-    tokens; methods evict after each piece, so the peak stays below the full cache. cache: continue on this cache (a
-    fork() of a document's cache, say); prompts are then the text that follows. streamer, generation_config, seed and
-    further keywords (do_sample, num_beams, stop_strings, ...) are transformers'.
+    tokens; methods evict after each piece, so the peak stays below the full cache. hold_back: the method acts before it
+    sees the last so many tokens of a prompt (its question, say), which then add their own rows. cache: continue on this
+    cache (a fork() of a document's cache, say); prompts are then the text that follows. streamer, generation_config,
+    seed and further keywords (do_sample, num_beams, stop_strings, ...) are transformers'.
     Returns a string or a list of strings in the order of the prompts; with details=True `Generation` objects.
     Raises DataError for an empty prompt or one that does not fit the model.
     """
@@ -80,15 +82,21 @@ def generate(
         raise DataError("cache=... continues one sequence; give one prompt, and fork() the cache for each question.")
     if prefill_chunk is not None and prefill_chunk < 1:
         raise DataError(f"prefill_chunk={prefill_chunk} must be at least 1 token.")
+    if hold_back < 0 or (hold_back and cache is not None):
+        raise DataError(
+            "hold_back is a number of tokens of a fresh prompt, 0 or more; a given cache has acted already."
+        )
     results: list[Generation] = []
     size = batch_size or max(1, len(texts))
     for start in range(0, len(texts), size):
         ids, mask = encode(tokenizer, texts[start : start + size], chat=chat, continued=cache is not None)
         if not (method.slot_positions and prefill_chunk is not None):  # such a stream has no end
             _check_lengths(model, mask, max_new_tokens, cache)
+        if hold_back >= int(mask.sum(dim=1).min()):
+            raise DataError(f"hold_back={hold_back} leaves nothing of a prompt of {int(mask.sum(dim=1).min())} tokens.")
         results += _generate_batch(
             model, tokenizer, ids.to(model.device), mask.to(model.device), method, max_new_tokens,
-            cache, prefill_chunk, streamer, generation_config, options,
+            cache, prefill_chunk, hold_back, streamer, generation_config, options,
         )  # fmt: skip
     answers = results if details else [result.text for result in results]
     return answers[0] if single and len(answers) == 1 else answers
@@ -114,7 +122,7 @@ def prefill(
         _check_lengths(model, mask, 0, cache)
     ids, mask = ids.to(model.device), mask.to(model.device)
     cache.expect_prompt(ids.shape[1])
-    _feed(model, ids, mask, cache, prefill_chunk or ids.shape[1], keep_last=False)
+    _feed(model, ids, mask, cache, prefill_chunk or ids.shape[1], ids.shape[1])
     if cache.method.reconstructs is not None:
         compress_by_reconstruction(model, tokenizer, cache, ids, mask)
     return cache
@@ -208,6 +216,7 @@ def _generate_batch(
     max_new_tokens: int,
     cache: KVCache | None,
     prefill_chunk: int | None,
+    hold_back: int,
     streamer: Any,
     generation_config: GenerationConfig | None,
     options: dict[str, Any],
@@ -219,12 +228,19 @@ def _generate_batch(
         # transformers cuts the ids of the whole text down to what the cache has not seen; the cut part is never read.
         ids = torch.cat([ids.new_zeros(ids.shape[0], past), ids], dim=1)
         mask = torch.cat([mask.new_ones(mask.shape[0], past), mask], dim=1)
+    elif prefill_chunk is not None or hold_back:
+        cache.expect_prompt(ids.shape[1] - hold_back)
+    if hold_back:
+        read = ids.shape[1] - hold_back
+        _feed(model, ids, mask, cache, prefill_chunk or read, read)
+        if method.reconstructs is not None:
+            compress_by_reconstruction(model, tokenizer, cache, ids[:, :read], mask[:, :read])
     elif prefill_chunk is not None:
-        cache.expect_prompt(ids.shape[1])
-    if prefill_chunk is not None:
-        _feed(model, ids, mask, cache, prefill_chunk)
+        # The last piece goes in together with the first new token.
+        _feed(model, ids, mask, cache, prefill_chunk, past + (ids.shape[1] - past - 1) // prefill_chunk * prefill_chunk)
     clock = _Clock(cache, ids.device)
-    second_pass = [_Reconstruct(model, tokenizer, cache, ids, mask)] if method.reconstructs and not past else []
+    repeats = method.reconstructs is not None and not past and not hold_back
+    second_pass = [_Reconstruct(model, tokenizer, cache, ids, mask)] if repeats else []
     criteria = StoppingCriteriaList([*second_pass, clock, *(options.get("stopping_criteria") or [])])
     options = {name: value for name, value in options.items() if name != "stopping_criteria"}
     output = model.generate(  # type: ignore[operator]
@@ -268,19 +284,15 @@ def _generate_batch(
     return results
 
 
-def _feed(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: KVCache, chunk: int, *, keep_last: bool = True
-) -> None:
-    """The prompt in pieces; with keep_last all but the last one, which `generate` takes with the first new token."""
-    start = cache.seen_tokens
-    while ids.shape[1] - start > (chunk if keep_last else 0):
-        stop = min(start + chunk, ids.shape[1])
+def _feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: KVCache, chunk: int, end: int) -> None:
+    """The columns that the cache has not seen yet, up to `end`, in pieces of `chunk`."""
+    for start in range(cache.seen_tokens, end, chunk):
+        stop = min(start + chunk, end)
         positions = (mask[:, :stop].cumsum(dim=1) - 1).clamp(min=0)[:, start:stop]
         model(
             ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions,
             use_cache=True, logits_to_keep=1, **{compat.CACHE_ARGUMENT: cache},
         )  # fmt: skip
-        start = stop
 
 
 def _until_stop(

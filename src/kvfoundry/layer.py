@@ -7,34 +7,30 @@ Ours returns the layer itself, so that everything meets in `attend`: query, new 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from kvfoundry.acting import Acting, Turn
+from kvfoundry.columns import picked_columns, restored_columns
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
 from kvfoundry.kernels.attention import AttentionKernel, backend
 from kvfoundry.layouts import DenseRows, Layout
 from kvfoundry.layouts.base import Reading
 from kvfoundry.method import Method
 from kvfoundry.prompt_mask import PromptMask
+from kvfoundry.reading.state import PageState
 from kvfoundry.rope import Rope
 from kvfoundry.selection.evict import evict
-from kvfoundry.selection.evidence import Evidence, Summary
-from kvfoundry.slots import Sinks
+from kvfoundry.selection.evidence import Evidence
+from kvfoundry.tensor_refusal import RefusesTensorUse
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
 # A window layer keeps this many tokens more than its window, so that speculative decoding can take tokens back.
 ROLLBACK = 64
-
-# What a model would touch if it handled the returned key itself instead of passing it on.
-_TENSOR_NAMES = {
-    *("shape", "size", "dim", "dtype", "to", "float", "half", "bfloat16", "contiguous", "view", "reshape", "flatten"),
-    *("transpose", "permute", "mT", "T", "expand", "unsqueeze", "squeeze", "chunk", "split", "unflatten"),
-    *("repeat", "repeat_interleave", "matmul", "mean", "sum"),
-}
 
 
 @dataclass
@@ -50,7 +46,7 @@ class Prompt:
     peak_nbytes: int = 0
 
 
-class CacheLayer(CacheLayerMixin):
+class CacheLayer(RefusesTensorUse, CacheLayerMixin):
     """Rows of one attention layer under one method.
 
     A full-attention layer follows the method; a window layer (`rule` with a span) keeps its own rule and never loses a
@@ -90,11 +86,9 @@ class CacheLayer(CacheLayerMixin):
         self.real: Tensor | None = None  # [batch] real tokens, on the CPU
         self._longest = 0  # the largest of them
         self.rows_lost_at = 0  # columns seen when rows were last dropped
-        self._budget: Tensor | None = None
-        self._since_eviction = 0
-        self._window: tuple[Tensor, Tensor] | None = None
-        self._sinks: Sinks | None = None
-        self._summary: Summary = {}
+        self._acting = Acting(self.method, self.rope)
+        self._pages: PageState | None = None
+        self._read_budget: Tensor | None = None
         self.reconstructed = False
         self._pending: tuple[Tensor, Tensor] | None = None
         self._halfway = False  # inside `attend`, or thrown out of it
@@ -198,7 +192,7 @@ class CacheLayer(CacheLayerMixin):
         columns = query.shape[2]
         tokens = mask.tokens(columns, self.seen, self.real, query.device)
         if tokens.gather is not None:
-            query, keys, values = (_columns(tensor, tokens.gather) for tensor in (query, keys, values))
+            query, keys, values = (picked_columns(tensor, tokens.gather) for tensor in (query, keys, values))
         in_prompt = self._enter(columns)
         self._halfway = True
         reading = Reading(
@@ -215,7 +209,7 @@ class CacheLayer(CacheLayerMixin):
         self._longest = self._longest + columns if tokens.counts is None else int(self.real.max())
         self._store(keys, values, tokens.positions, tokens.counts)
         assert self.rows is not None
-        output = self.rows.attend(query, tokens.positions, reading)
+        output = self._read(query, tokens.positions, reading, in_prompt=in_prompt)
         if columns > 1:  # a single row cannot make a new peak that `peak_nbytes` of the cache would not see
             self._note_bytes()
         if self.watch is not None:
@@ -223,16 +217,18 @@ class CacheLayer(CacheLayerMixin):
             assert before[0] is not None
             self.rows, self.real, self._longest = self.rows.truncated(before[0]), before[1], before[2]
             self._halfway = False
-            return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
+            return (
+                output if tokens.gather is None else restored_columns(output, tokens.gather, tokens.positions, columns)
+            )
         self.seen += columns
         if self.evicts:
-            self._apply(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
+            self._act(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
         elif self.rule.span is not None:
             self._leave_window(columns)
         if columns > 1:
             self._note_bytes()
         self._halfway = False
-        return output if tokens.gather is None else _restored(output, tokens.gather, tokens.positions, columns)
+        return output if tokens.gather is None else restored_columns(output, tokens.gather, tokens.positions, columns)
 
     @property
     def is_interrupted(self) -> bool:
@@ -245,6 +241,19 @@ class CacheLayer(CacheLayerMixin):
         self._noted = held
         self.peak_nbytes = max(self.peak_nbytes, held)
         self.prompt.peak_nbytes = max(self.prompt.peak_nbytes, self.prompt.nbytes)
+
+    def _read(self, query: Tensor, positions: Tensor, reading: Reading, *, in_prompt: bool) -> Tensor:
+        """Attend to all rows, or in decode to those that the method's reader picks."""
+        assert self.rows is not None and self.real is not None
+        reader = self.method.read
+        if reader is None or self.rule.span is not None or self.layer_idx < reader.skip_layers:
+            return self.rows.attend(query, positions, reading)
+        if in_prompt or self._read_budget is None:
+            self._read_budget = reader.budget_rows(self.real)
+        if in_prompt or self.watch is not None:
+            return self.rows.attend(query, positions, reading)
+        output, self._pages = reader.attend(self.rows, query, positions, reading, self._pages, self._read_budget)
+        return output
 
     def _enter(self, columns: int) -> bool:
         """Whether this call belongs to the prompt. The first call is the whole prompt unless announced otherwise."""
@@ -275,7 +284,7 @@ class CacheLayer(CacheLayerMixin):
         assert self.rows is not None
         kept = evict(method, self.rows, evidence, self.budget_rows())
         if kept is not self.rows:
-            self.rows, self.rows_lost_at = kept, self.seen
+            self.rows, self.rows_lost_at, self._pages = kept, self.seen, None
         self._note_bytes()
 
     def _store(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None) -> None:
@@ -290,7 +299,7 @@ class CacheLayer(CacheLayerMixin):
             keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
         self.rows = self.rows.append(keys, values, positions, counts, last_position)
 
-    def _apply(
+    def _act(
         self,
         query: Tensor,
         positions: Tensor,
@@ -301,91 +310,15 @@ class CacheLayer(CacheLayerMixin):
         in_prompt: bool,
         columns: int,
     ) -> None:
-        """Observe, and evict when the schedule says so."""
-        method, schedule = self.method, self.method.schedule
-        assert method.score is not None and method.budget is not None and self.rows is not None
-        assert self.real is not None and self.prompt.tokens is not None
-        prompt_ends = in_prompt and self.seen >= self.prompt.tokens
-        acts_later = schedule.every is not None or not (in_prompt and prompt_ends)
-        if in_prompt:
-            due = schedule.prefill == "chunk" or (schedule.prefill == "end" and prompt_ends)
-            self._budget = self.budget_rows()
-        else:
-            self._since_eviction += columns
-            due = schedule.every is not None and self._since_eviction >= schedule.every
-        if not in_prompt and schedule.every is None:
-            return
-        self._remember_window(query, positions, keep=acts_later)
-        window_query, window_positions = self._window if self._window is not None else (query, positions)
-        evidence = Evidence(
-            query,
-            positions,
-            window_query,
-            window_positions,
-            self.rows.view(),
-            reading,
-            own,
-            self.real,
-            self.layer_idx,
-            self.num_layers,
-            method.group,
-            self.rope,
-            module,
-            method.granularity,
-        )
-        if method.score.accumulates:
-            columns_now = method.score.observe(evidence)
-            self.rows = self.rows.with_columns(columns_now)
-            self._summary = method.score.summary(evidence, self._summary)
-            evidence = replace(evidence, rows=replace(evidence.rows, columns=columns_now), summary=self._summary)
-        if due:
-            self._since_eviction = 0
-            budget = self._budget
-            if not in_prompt and schedule.cap is not None:
-                budget = torch.full_like(self.real, schedule.cap)
-            assert budget is not None
-            kept = evict(method, self.rows, evidence, budget)
-            if kept is not self.rows:
-                self._take_sinks()
-                self.rows, self.rows_lost_at = kept, self.seen
-                if self._sinks is not None:
-                    self.rows = self._sinks.moved_into(self.rows, self.real)
-        if not acts_later:
-            self._window, self._summary = None, {}
-            self.rows = self.rows.with_columns({})
-
-    def _take_sinks(self) -> None:
-        """Before the first row of a sequence goes, set its sinks aside as they were computed."""
-        if not self.method.slot_positions:
-            return
-        if self.rope is None:
-            raise CacheStateError(
-                f"{self.method}: slot positions need the model's RoPE; use it through KVCache(model)."
-            )
-        assert self.rows is not None and self.real is not None
-        if self._sinks is None:
-            self._sinks = Sinks.taken_from(self.rows, self.method.protect.sinks, self.rope)
-        else:
-            self._sinks = self._sinks.renewed(self.rows, self.real)
-
-    def _remember_window(self, query: Tensor, positions: Tensor, *, keep: bool) -> None:
-        """Hold the last queries of every sequence, as many as the score asks for."""
-        assert self.method.score is not None
-        size = self.method.score.window
-        if size == 0:
-            self._window = None
-            return
-        if self._window is not None:
-            query = torch.cat([self._window[0], query], dim=2)
-            positions = torch.cat([self._window[1], positions], dim=1)
-        if bool((positions >= 0).all()):
-            query, positions = query[:, :, -size:], positions[:, -size:]
-        else:
-            # Newest last, padding first: the order of positions, cut to the window.
-            order = positions.argsort(dim=1)[:, -size:]
-            query, positions = _columns(query, order), positions.gather(1, order)
-        # A slice would keep the storage of the whole call alive.
-        self._window = (query.clone(), positions.clone()) if keep else (query, positions)
+        """Let the method observe this call, and drop rows when its schedule says so."""
+        assert self.rows is not None and self.real is not None and self.prompt.tokens is not None
+        place = self.layer_idx, self.num_layers
+        turn = Turn(query, positions, reading, module, self.real, place, own, columns, in_prompt,
+                    prompt_ends=in_prompt and self.seen >= self.prompt.tokens)  # fmt: skip
+        kept, dropped = self._acting.after(turn, self.rows)
+        self.rows = kept
+        if dropped:
+            self.rows_lost_at, self._pages = self.seen, None
 
     def _leave_window(self, columns: int) -> None:
         """Drop rows that no later query can reach, with room for a rollback of the newest tokens."""
@@ -414,11 +347,9 @@ class CacheLayer(CacheLayerMixin):
         """Every tensor behind the layer: rows, positions, statistics, remembered queries."""
         if self.rows is not None:
             yield from self.rows.tensors()
-        if self._window is not None:
-            yield from self._window
-        if self._sinks is not None:
-            yield self._sinks.keys
-        yield from self._summary.values()
+        yield from self._acting.tensors()
+        if self._pages is not None:
+            yield from self._pages.tensors()
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -490,6 +421,8 @@ class CacheLayer(CacheLayerMixin):
                 f"cannot take back {removed} tokens: a window layer keeps only {ROLLBACK} tokens beyond its window."
             )
         self.rows, self.seen, self.real = self.rows.truncated(kept), remaining, real
+        if self._pages is not None:
+            self._pages.truncate(kept)
         self._longest = int(real.max())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -510,12 +443,9 @@ class CacheLayer(CacheLayerMixin):
         host = indices.cpu()
         self.real = self.real[host]
         self._longest = int(self.real.max())
-        self._budget = None if self._budget is None else self._budget[host]
-        self._sinks = None if self._sinks is None else self._sinks.selected(indices)
-        self._summary = {name: value[indices.to(value.device)] for name, value in self._summary.items()}
-        if self._window is not None:
-            device_indices = indices.to(self._window[0].device)
-            self._window = (self._window[0][device_indices], self._window[1][device_indices])
+        self._acting = self._acting.selected(indices)
+        self._read_budget = None if self._read_budget is None else self._read_budget[host]
+        self._pages = None if self._pages is None else self._pages.selected(indices)
 
     def fork(self, prompt: Prompt) -> CacheLayer:
         """An independent layer over the same memory; the first write on either side copies."""
@@ -529,58 +459,17 @@ class CacheLayer(CacheLayerMixin):
             prompt=prompt,
             rope=self.rope,
         )
-        twin._sinks, twin._summary, twin.reconstructed = self._sinks, self._summary, self.reconstructed
+        twin._acting, twin.reconstructed = self._acting.copied(), self.reconstructed
+        twin._pages = None if self._pages is None else self._pages.shared()
+        twin._read_budget = self._read_budget
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
         twin._longest = self._longest
-        twin._budget, twin._since_eviction, twin._window = self._budget, self._since_eviction, self._window
         twin.is_initialized, twin.peak_nbytes, twin._noted = self.is_initialized, self.peak_nbytes, self._noted
         return twin
-
-    # A model that handles the returned key itself is told so, by name.
-
-    def _refuse_as_tensor(self, what: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{self.family}: it works on the keys that the cache returns ({what}) before attention, "
-            "which kvfoundry cannot intercept exactly; use a transformers cache for this model."
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _TENSOR_NAMES:
-            raise self._refuse_as_tensor(f".{name}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __getitem__(self, index: Any) -> Any:
-        raise self._refuse_as_tensor("indexing")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        layer = next(value for value in _flat(args, kwargs) if isinstance(value, cls))
-        raise layer._refuse_as_tensor(getattr(function, "__name__", str(function)))
 
 
 def storage_bytes(tensors: Iterator[Tensor]) -> int:
     """Bytes of the distinct storages behind the tensors: a view counts as the storage it keeps alive."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
-
-
-def _columns(tensor: Tensor, gather: Tensor) -> Tensor:
-    """Columns `gather` [batch, width] of [batch, heads, tokens, dim]."""
-    return tensor.gather(2, gather[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
-
-
-def _restored(output: Tensor, gather: Tensor, positions: Tensor, columns: int) -> Tensor:
-    """Outputs of compacted tokens back in their columns, zeros where there was padding."""
-    real = (positions >= 0)[:, None, :, None]
-    index = gather[:, None, :, None].expand(-1, output.shape[1], -1, output.shape[3])
-    restored = output.new_zeros(output.shape[0], output.shape[1], columns, output.shape[3])
-    return restored.scatter(2, index, output * real)
-
-
-def _flat(args: Any, kwargs: Any) -> Iterator[Any]:
-    for value in (*args, *(kwargs or {}).values()):
-        if isinstance(value, (list, tuple)):
-            yield from value
-        else:
-            yield value

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from kvfoundry.errors import SpecError
 from kvfoundry.merging import Disposal
+from kvfoundry.reading import Reader
 from kvfoundry.selection.budgets import HeadBudget, LayerBudget, LayerSpread, ModelShape, UniformHeads
+from kvfoundry.selection.choose import Choice, TopRows
 from kvfoundry.selection.evidence import Granularity, Group
 from kvfoundry.selection.protect import Protect
 from kvfoundry.selection.refine import Refinement
@@ -57,10 +59,12 @@ class Piece:
     budget: LayerBudget | None = None
     layers: LayerSpread | None = None
     heads: HeadBudget | None = None
+    choose: Choice | None = None
     unit: Unit | None = None
     block: int | None = None
     refine: Refinement | None = None
     dispose: Disposal | None = None
+    read: Reader | None = None
     protect: Protect | None = None
     schedule: Schedule | None = None
     granularity: Granularity | None = None
@@ -87,10 +91,12 @@ class Method:
     score: Score | None = field(default=None, compare=False)
     budget: LayerBudget | None = field(default=None, compare=False)
     heads: HeadBudget = field(default=UniformHeads(), compare=False)
+    choose: Choice = field(default=TopRows(), compare=False)
     unit: Unit | None = field(default=None, compare=False)
     block: int | None = field(default=None, compare=False)
     refine: Refinement | None = field(default=None, compare=False)
     dispose: Disposal | None = field(default=None, compare=False)
+    read: Reader | None = field(default=None, compare=False)
     protect: Protect = field(default=Protect(), compare=False)
     schedule: Schedule = field(default=Schedule(), compare=False)
     granularity: Granularity = field(default="kv_head", compare=False)
@@ -126,16 +132,32 @@ class Method:
         """True when a budget parameter exists."""
         return any(name == "budget" for call in self.calls for name, _ in call.arguments)
 
+    @property
+    def needs_model(self) -> str | None:
+        """What the method needs of the model beside the tensors of one layer, in words; None for nothing."""
+        if self.reconstructs is not None:
+            return "the model to repeat its context"
+        if self.score is not None and self.score.needs_rope:
+            return "the model's RoPE"
+        if self.refine is not None and self.refine.needs_module:
+            return "the model's output projections"
+        return None
+
     def with_budget(self, budget: int | float) -> Method:
-        """The same recipe under another budget; SpecError when none of its pieces takes one."""
+        """The same recipe under another budget; SpecError when none of its pieces takes one.
+
+        Where rows are dropped and pages are read, the budget is that of the stored rows.
+        """
         if not self.takes_budget:
             raise SpecError(f"{self} takes no budget.")
+        from kvfoundry.recipe import build, stores_within
+
+        taking = [call.name for call in self.calls if "budget" in dict(call.arguments)]
+        storing = [name for name in taking if stores_within(name)] or taking
         calls = [
-            (call.name, {name: budget if name == "budget" else value for name, value in call.arguments})
+            (call.name, dict(call.arguments) | ({"budget": budget} if call.name in storing else {}))
             for call in self.calls
         ]
-        from kvfoundry.recipe import build
-
         return build(calls)
 
     def replace(self, **axes: Any) -> Method:
@@ -167,12 +189,8 @@ class Method:
         .positions ([batch, heads, rows]), .lengths ([batch, heads]) and .nbytes; `layer.step(query, key, value)` goes
         on from there in decode. Raises SpecError for a method that needs more of the model than these tensors.
         """
-        if self.reconstructs is not None:
-            raise SpecError(f"{self} lets the model repeat its context; use it through kvfoundry.generate or prefill.")
-        if self.score is not None and self.score.needs_rope:
-            raise SpecError(f"{self} needs the model's RoPE; use it through KVCache(model).")
-        if self.refine is not None and self.refine.needs_module:
-            raise SpecError(f"{self} needs the model's output projections; use it through KVCache(model).")
+        if self.needs_model is not None:
+            raise SpecError(f"{self} needs {self.needs_model}, not only tensors; use it through KVCache(model).")
         from kvfoundry.layer import CacheLayer
 
         layer = CacheLayer(self, layer_idx=layer_idx, num_layers=num_layers)

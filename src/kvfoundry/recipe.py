@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 from kvfoundry.errors import SpecError, unknown_name
 from kvfoundry.method import Call, Method
-from kvfoundry.registry import REQUIRED, MethodInfo, entry
+from kvfoundry.registry import REQUIRED, Kind, MethodInfo, entry
 from kvfoundry.selection.budgets import UniformBudget
+
+Kinds: tuple[Kind, ...] = get_args(Kind)
 
 # Axes that a method only suggests: a piece of that name may refine them.
 _REFINABLE = ("protect", "schedule", "granularity", "group")
@@ -64,11 +66,19 @@ def _settle_layers(axes: dict[str, Any], claimed_by: dict[str, str]) -> None:
     axes["budget"] = layers.over(budget.amount)
 
 
+def stores_within(name: str) -> bool:
+    """Whether the budget of this registered name bounds what is stored, not what is read."""
+    return "budget" in entry(name).axes
+
+
 def _check_budget(method: Method) -> None:
+    if method.read is not None and method.unread_distance is not None:
+        raise SpecError(f"{method}: leaving='skip' hides single rows, which reading by pages cannot; use 'keep'.")
     if method.budget is None:
-        refining = [call.name for call in method.calls if entry(call.name).kind == "piece"]
-        if refining and not method.evicts:
-            raise SpecError(f"{method.calls[0].name} drops no rows, so {' and '.join(refining)} has nothing to act on.")
+        names = {kind: [call.name for call in method.calls if entry(call.name).kind == kind] for kind in Kinds}
+        if names["piece"] and not method.evicts:
+            refining, keeping = " and ".join(names["piece"]), " and ".join(names["method"])
+            raise SpecError(f"{keeping} drops no rows, so {refining} has nothing to act on.")
         return
     protect = method.protect
     for amount in (method.budget.amount, method.schedule.cap):

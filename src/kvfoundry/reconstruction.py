@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvfoundry import compat
 from kvfoundry.cache import KVCache
 from kvfoundry.errors import CacheStateError, DataError, SpecError
 from kvfoundry.kernels.column_max import column_max
@@ -36,7 +37,8 @@ def compress_by_reconstruction(
 ) -> None:
     """Run the second pass of a reconstructing method (`kvzip`) and drop what its budget does not hold.
 
-    ids: [batch, tokens], everything that the cache has seen; attention_mask: the same shape, 0 for padding.
+    ids: [batch, tokens], everything that the cache has seen; attention_mask: the same shape, 0 for padding, which must
+    not count in the positions under which the prompt was read (`generate` sees to that).
     `kvfoundry.generate` and `kvfoundry.prefill` do this by themselves. By hand:
 
         cache = kvfoundry.KVCache(model, "kvzip(budget=256)")
@@ -160,7 +162,7 @@ def _received(
                 fed,
                 attention_mask=whole,
                 position_ids=positions,
-                past_key_values=cache,
+                **{compat.CACHE_ARGUMENT: cache},
                 use_cache=True,
                 logits_to_keep=1,
             )

@@ -113,3 +113,16 @@ def test_settings_out_of_range(wrong, message):
 def test_length_below_the_question_is_refused(tokenizer):
     with pytest.raises(TaskError, match="length 20 is too short"):
         NeedleTask(lengths=(20,)).items(tokenizer, True, 0)
+
+
+def test_distractors_are_facts_about_other_keys_with_other_answers(tokenizer) -> None:
+    item = NeedleTask(lengths=(220,), depths=(50.0,), distractors=3).items(tokenizer, False, seed=1)[0]
+    facts = item.prompt.split("Remember this: ")[1:]
+    assert len(facts) == 4
+    assert sum(item.references[0] in fact.split(".")[0] for fact in facts) == 1
+    assert item.prompt.endswith(item.question)
+
+
+def test_too_many_distractors_are_refused() -> None:
+    with pytest.raises(TaskError, match="distractors"):
+        NeedleTask(distractors=10)

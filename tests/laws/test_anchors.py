@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 import kvfoundry
-import kvfoundry.layer as layer_module
+import kvfoundry.acting as acting_module
 from kvfoundry.kernels.attention import naive, sdpa
 from kvfoundry.kernels.column_sums import column_sums
 from kvfoundry.layer import CacheLayer
@@ -140,8 +140,8 @@ def test_the_attention_that_scores_see_is_the_models_own(family, tiny_model, ref
     finally:
         reference.set_attn_implementation("eager")
     seen: list[Evidence] = []
-    evict = layer_module.evict
-    monkeypatch.setattr(layer_module, "evict", lambda *args: seen.append(args[2]) or evict(*args))
+    evict = acting_module.evict
+    monkeypatch.setattr(acting_module, "evict", lambda *args: seen.append(args[2]) or evict(*args))
     model = tiny_model(family)
     cache = kvfoundry.KVCache(model, "snapkv(budget=39, window=8)")
     forward_pieces(model, cache, ids, [40])

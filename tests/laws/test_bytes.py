@@ -113,17 +113,26 @@ def test_query_head_granularity_pays_for_its_heads(tiny_model):
 
 
 class PeakMeter:
-    """Bytes of all layers, looked at right after every layer has stored its new rows."""
+    """Bytes of all layers, looked at right after every layer has stored its new rows and after it has read them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cache: kvfoundry.KVCache):
         self.peak = 0
-        store = CacheLayer._store
+        store, read = CacheLayer._store, CacheLayer._read
+
+        def look() -> None:
+            self.peak = max(self.peak, sum(reachable_bytes(each) for each in cache.attention_layers))
 
         def stored(layer: CacheLayer, *args: Any) -> None:
             store(layer, *args)
-            self.peak = max(self.peak, sum(reachable_bytes(each) for each in cache.attention_layers))
+            look()
+
+        def has_read(layer: CacheLayer, *args: Any, **kwargs: Any) -> Any:
+            output = read(layer, *args, **kwargs)
+            look()
+            return output
 
         monkeypatch.setattr(CacheLayer, "_store", stored)
+        monkeypatch.setattr(CacheLayer, "_read", has_read)
 
 
 @pytest.mark.parametrize("pieces", [[TOKENS], [100] * 4, [40] * 10])

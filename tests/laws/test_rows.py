@@ -5,6 +5,7 @@ import torch
 from tiny_models import EVICTABLE, FAMILIES, PAD, left_padded, random_ids
 
 import kvfoundry
+from kvfoundry.method import Method
 
 from .support import EVICTING, NAMES, forward_pieces, greedy, kept_positions, small_spec
 
@@ -98,9 +99,9 @@ def test_sinks_are_the_first_real_tokens(tiny_model):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_share_is_of_the_real_tokens_of_each_row(name, tiny_model):
-    info = kvfoundry.methods()[name]
-    if "budget" not in info.parameters:
-        pytest.skip(f"{name} takes no budget")
+    method = Method.parse(small_spec(name))
+    if not (method.evicts and method.takes_budget):
+        pytest.skip(f"{name} stores no budget of rows")
     model = tiny_model("llama")
     ids, mask = left_padded(LENGTHS)
     cache = kvfoundry.KVCache(model, small_spec(name, 0.5))

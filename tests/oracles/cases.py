@@ -40,11 +40,13 @@ class Case:
     def tensor(self, name: str) -> Tensor | None:
         """A recorded tensor of this case, None where it was not recorded."""
         stored = self.entry["tensors"].get(name)
+        if isinstance(stored, dict):  # shape and type are listed there; the tensor's name follows from the case's
+            stored = f"{self.case_id}/{name}"
         return None if stored is None else _tensors(self.folder)[stored].clone()
 
     def inputs(self) -> dict[str, Tensor] | None:
         """The input tensors q, k, v by name, one batch element where the case takes one; None for position methods."""
-        if self.entry["input"] is None:
+        if self.entry.get("input") is None:
             return None
         names = self.file["inputs"][self.entry["input"]]["tensors"]
         loaded = {name: _tensors(self.folder)[stored].clone() for name, stored in names.items()}
@@ -53,7 +55,10 @@ class Case:
 
     def tolerance(self, name: str) -> dict[str, float]:
         """Recorded rtol and atol of one kind of tensor; exact where the recording says so or gives none."""
-        recorded = self.file["tolerance"].get(name)
+        own = self.entry.get("tolerance", {})
+        if f"{name}_atol" in own:
+            return {"rtol": 0.0, "atol": float(own[f"{name}_atol"])}
+        recorded = self.file.get("tolerance", {}).get(name)
         if not isinstance(recorded, dict):
             return {"rtol": 0.0, "atol": 0.0}
         return {"rtol": float(recorded["rtol"]), "atol": float(recorded["atol"])}

@@ -6,8 +6,11 @@ Every recorded parameter must be taken or named as without effect; a parameter t
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from .cases import Case, Key
 
@@ -19,9 +22,12 @@ class Unmapped(AssertionError):
 class Parameters:
     """Recorded parameters, each of which has to be accounted for."""
 
-    def __init__(self, recorded: dict[str, Any], tensor: Callable[[str], Any] = lambda name: None) -> None:
+    def __init__(
+        self, recorded: dict[str, Any], tensor: Callable[[str], Any] = lambda name: None, case_id: str = ""
+    ) -> None:
         self._left = dict(recorded)
         self._tensor = tensor
+        self.case_id = case_id
 
     def take(self, name: str, default: Any = ...) -> Any:
         if name not in self._left and default is ...:
@@ -65,20 +71,27 @@ class Claim:
     """How a recorded method is replayed.
 
     driver: "tensors" (q, k, v of one layer), "positions" (no tensors: any will do), "steps" (prefill, then single
-    tokens) or "model" (a tiny model, prefill and teacher-forced decoding). scores: the recorded ranking tensor;
-    lowest: it ranks what goes first, so the smallest stay. inject: the recorded scores are random draws, to be given.
+    tokens), "model" (a tiny model, prefill and teacher-forced decoding), "selector" (attention instead of q and k),
+    "pages" (what a decode step reads), "one step" (values and attention of one merge) or "events" (a tiny model, merges
+    in decode). scores: the recorded ranking tensor; lowest: it ranks what goes first, so the smallest stay. inject: the
+    recorded scores are random draws, to be given. merged: which of keys and values are more than copies. draws: the
+    recorded draws of a merge as uniform numbers [1, heads, tokens], made for the first batch row.
+    normals: the score takes the recorded normal numbers of every layer (randn0, randn1, ...) in place of its own.
     """
 
-    driver: Literal["tensors", "positions", "steps", "model"]
+    driver: Literal["tensors", "positions", "steps", "model", "selector", "pages", "one step", "events"]
     recipe: Callable[[Parameters, int], Recipe]
     scores: str = "scores"
     lowest: bool = False
     inject: bool = False
+    merged: tuple[str, ...] = ()
+    draws: Callable[[Case, int], Tensor] | None = None
+    normals: bool = False
 
 
 def recipe_for(case: Case, claim: Claim, tokens: int) -> Recipe:
     """The recipe of one case; Unmapped where a recorded parameter has no counterpart."""
-    parameters = Parameters(case.parameters, case.tensor)
+    parameters = Parameters(case.parameters, case.tensor, case.case_id)
     recipe = claim.recipe(parameters, tokens)
     parameters.finish()
     return recipe
@@ -247,7 +260,7 @@ def _press_keydiff(p: Parameters, tokens: int) -> Recipe:
 
 def _press_lagkv(p: Parameters, tokens: int) -> Recipe:
     lag, sinks = p.take("lag_size"), p.take("n_sink")
-    ranking = "global" if p.take("cross_scoring") else "partition"
+    ranking = "overall" if p.take("cross_scoring") else "partition"
     return Recipe(_spec("lagkv", budget=_kept(p, tokens), lag=lag, sinks=sinks, ranking=ranking))
 
 
@@ -278,7 +291,7 @@ def _press_chunkkv(p: Parameters, tokens: int) -> Recipe:
     """The reference counts chunks, a shorter last one included; our budget is that many chunks' worth of rows."""
     chunk, share = p.take("chunk_length"), 1 - p.take("compression_ratio")
     kept = max(1, int(math.ceil(tokens / chunk) * share))
-    return Recipe(_of_press(p.take("press"), p, kept * chunk) + f"+{_spec('chunks', size=chunk)}")
+    return Recipe(_of_press(p.take("press"), p, kept * chunk) + f"+{_spec('chunks', size=chunk, rest='drop')}")
 
 
 def _critical(p: Parameters, tokens: int, kept: int) -> str:
@@ -306,6 +319,14 @@ def _press_pyramidkv(p: Parameters, tokens: int) -> Recipe:
     return Recipe(spec)
 
 
+def _press_cur(p: Parameters, tokens: int) -> Recipe:
+    block = p.take("local_window_size", None)
+    block = block if p.take("use_local_approximation") else None
+    seed = 0 if p.take("use_random_leverage") else None
+    sinks, leverage = p.take("num_sinks"), p.take("leverage_type")
+    return Recipe(_spec("cur", budget=_kept(p, tokens), sinks=sinks, leverage=leverage, block=block, seed=seed))
+
+
 def _press_critical_adakv(p: Parameters, tokens: int) -> Recipe:
     kept = max(1, int(tokens * (1 - p.look("compression_ratio"))))
     heads = _spec("adaptive_heads", floor=float(p.take("alpha_safeguard")), rule="kvpress")
@@ -325,6 +346,115 @@ def _press_adakv(p: Parameters, tokens: int) -> Recipe:
     return Recipe(f"{inner[press](p, tokens).spec}+{heads}")
 
 
+# --- merges -----------------------------------------------------------------------------------------------------------
+
+
+def _factory_merge(p: Parameters, tokens: int) -> Recipe:
+    """The cluster that merges is named in the case id alone: snap, h2o, slm or pyr."""
+    piece = {"pivot": "+pivot_merge()", "weighted": "+weighted_merge(form='neighbour')"}[p.take("merge")]
+    words = set(p.case_id.split("-"))
+    clusters = {"snap": _factory_snapkv, "h2o": _factory_h2o, "slm": _factory_streamingllm, "pyr": _factory_pyramidkv}
+    named = [recipe for word, recipe in clusters.items() if word in words]
+    if len(named) != 1:
+        raise Unmapped(f"the case id {p.case_id!r} must name one of {sorted(clusters)}")
+    recipe = named[0](p, tokens)
+    return replace(recipe, spec=recipe.spec + piece)
+
+
+def _factory_cam(p: Parameters, tokens: int) -> Recipe:
+    p.without_effect("kernel_size", "pooling", "merge")
+    budget, window, start = p.take("max_capacity_prompt"), p.take("window_size"), p.take("start_budget_ratio")
+    return Recipe(_spec("cam", budget=budget, form="prefill", window=window, start=start, **_granularity(p)))
+
+
+def drawn_around(probability: Tensor, drawn: Tensor) -> Tensor:
+    """Uniform numbers that lead to the recorded draws, if our probability is the recorded one to 1e-4."""
+    return torch.where(drawn > 0, probability - 1e-4, probability + 1e-4)
+
+
+def _factory_cam_draws(case: Case, tokens: int) -> Tensor:
+    probability, drawn, at = (case.tensor(name) for name in ("merge_prob", "merge_mask", "merge_pos"))
+    assert probability is not None and drawn is not None and at is not None
+    uniform = torch.ones(1, probability.shape[1], tokens)
+    uniform[0, :, at.long()] = drawn_around(probability, drawn).T
+    return uniform
+
+
+def _press_merging(p: Parameters, tokens: int) -> Recipe:
+    presses = {"SnapKVPress": _press_snapkv, "KnormPress": _press_knorm}
+    press = p.take("press")
+    if press not in presses:
+        raise Unmapped(f"no mapping for the wrapped {press}")
+    recipe = presses[press](p, tokens)
+    piece = _spec("value_merge", threshold=p.take("similarity_threshold"), fraction=p.take("merge_fraction"))
+    return replace(recipe, spec=f"{recipe.spec}+{piece}")
+
+
+def _press_cam(p: Parameters, tokens: int) -> Recipe:
+    """The scores of the wrapped press are given, see the driver: what is replayed is the merge."""
+    p.without_effect("base_press", "hidden_states_buffer_size")
+    target, every = p.take("target_size"), p.take("compression_interval")
+    merge = _spec("cam_merge", form="kvpress", merge=p.take("merge_budget"), most=every)
+    return Recipe(
+        f"l2norm(budget={target}, skip_layers=0)+schedule(prefill='never', every={every}, cap={target})+{merge}"
+    )
+
+
+def _paper_cam(p: Parameters, tokens: int) -> Recipe:
+    """One step of `tokens` rows. The reference merges the row two before the one that leaves; see the driver."""
+    sinks, merge = p.take("start_budget"), p.take("merge_budget")
+    return Recipe(_spec("cam", budget=sinks + p.take("recent_budget"), sinks=sinks, merge=merge))
+
+
+# --- selectors --------------------------------------------------------------------------------------------------------
+
+
+def _protected(budget: int, sinks: int, recent: int, tokens: int) -> int | float:
+    """The budget; a share where it cannot hold what is protected, for a number of rows is refused then."""
+    return budget if budget >= sinks + recent else (budget + 0.5) / tokens
+
+
+def _nacl(p: Parameters, tokens: int) -> Recipe:
+    """Proxies at the beginning see only themselves, so they protect their rows and rank nothing: they are sinks."""
+    mode, proxies, sinks = p.take("proxy_mode", None) or p.take("mode"), p.take("proxy_size"), p.take("sink_size")
+    listed = p.take("protected", None) or p.take("protected_indices", None) or []
+    p.without_effect("protected", "protected_indices", "generator_seed", "batch", "heads", "queries", "tokens")
+    if list(listed) != list(range(len(listed))):
+        raise Unmapped(f"only first tokens can be protected, the recording has {listed}")
+    sinks = {"suffix": 0, "edges": sinks, "prefix": proxies}[mode]
+    sinks, proxies = max(sinks, len(listed)), 1 if mode == "prefix" else proxies
+    budget = _protected(p.take("token_budget"), sinks, proxies, tokens)
+    random, temperature = p.take("random_budget"), p.take("random_temperature")
+    return Recipe(_spec("nacl", budget=budget, proxies=proxies, sinks=sinks, random=random, temperature=temperature))
+
+
+def _scissorhands(p: Parameters, tokens: int) -> Recipe:
+    p.without_effect("generator_seed", "batch", "heads", "queries", "tokens", "updates")
+    recent, sinks = p.take("recent_size"), p.take("sink_size")
+    decay = p.take("decay")
+    selection = {"topk": "top", "sample": "sample", "prob": "sample"}[p.take("selection")]
+    return Recipe(
+        _spec(
+            "scissorhands",
+            budget=_protected(p.take("token_budget"), sinks, recent, tokens),
+            history=p.take("history_window"),
+            recent=recent,
+            sinks=sinks,
+            form="sum",
+            decay=1.0 if decay is None else decay,
+            selection=selection,
+            temperature=p.take("random_temperature"),
+        )
+    )
+
+
+def _quest(p: Parameters, tokens: int) -> Recipe:
+    """The rule is the driver's: all of them are recorded. A page larger than the budget is refused, so it is cut."""
+    p.without_effect("batch", "heads", "tokens", "head_dim", "pages", "last_page_tokens", "tie", "page_budget")
+    budget, page, recent = p.take("token_budget"), p.take("page_size"), p.take("recent_size")
+    return Recipe(_spec("quest", budget=budget, page=page, recent=recent, skip_layers=0, granularity="query_head"))
+
+
 CLAIMS: dict[Key, Claim] = {
     ("eviction", "kvcache_factory", "snapkv"): Claim("tensors", _factory_snapkv),
     ("eviction", "kvcache_factory", "h2o"): Claim("tensors", _factory_h2o),
@@ -339,6 +469,20 @@ CLAIMS: dict[Key, Claim] = {
     ("eviction", "papers", "l2norm"): Claim("tensors", _paper_l2norm, scores="norms", lowest=True),
     ("eviction", "papers", "streaming_llm"): Claim("positions", _paper_streaming_llm),
     ("eviction", "papers", "h2o"): Claim("steps", _paper_h2o),
+    ("eviction", "kvcache_factory", "merge_pivot"): Claim("tensors", _factory_merge, merged=("keys", "values")),
+    ("eviction", "kvcache_factory", "merge_weighted"): Claim("tensors", _factory_merge, merged=("keys", "values")),
+    ("eviction", "kvcache_factory", "cam"): Claim(
+        "tensors", _factory_cam, merged=("values",), draws=_factory_cam_draws
+    ),
+    ("eviction", "kvcache_factory", "nacl"): Claim("selector", _nacl, scores="reduced"),
+    ("eviction", "kvcache_factory", "scissorhands"): Claim("selector", _scissorhands, scores="importance"),
+    ("eviction", "kvcache_factory", "quest"): Claim("pages", _quest),
+    ("eviction", "papers", "cam"): Claim("one step", _paper_cam),
+    ("eviction", "kvpress", "cam"): Claim("events", _press_cam),
+    ("eviction", "kvpress", "merging"): Claim("model", _press_merging, merged=("values",)),
+    ("selection", "nacl"): Claim("selector", _nacl, scores="reduced_scores"),
+    ("selection", "scissorhands"): Claim("selector", _scissorhands, scores="importance"),
+    ("pages", "quest"): Claim("pages", _quest),
     ("eviction", "kvpress", "snapkv"): Claim("model", _press_snapkv),
     ("eviction", "kvpress", "pyramidkv"): Claim("model", _press_pyramidkv),
     ("eviction", "kvpress", "adakv"): Claim("model", _press_adakv, scores="inner_scores"),
@@ -354,6 +498,7 @@ CLAIMS: dict[Key, Claim] = {
     ("eviction", "kvpress", "criticalkv"): Claim("model", _press_criticalkv),
     ("eviction", "kvpress", "critical_adakv"): Claim("model", _press_critical_adakv),
     ("eviction", "kvpress", "block"): Claim("model", _press_block),
+    ("eviction", "kvpress", "cur"): Claim("model", _press_cur, normals=True),
 }
 
 # Folders whose name is not that of our method; every other folder is looked up under its own name without underscores.

@@ -1,6 +1,7 @@
 """Drivers: replay one recorded case through our methods and compare what is kept, gathered and computed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvfoundry
+from kvfoundry.selection.draws import GivenDraws
 from kvfoundry.selection.scores.given import GivenScores
 
 from .cases import Case
@@ -18,7 +20,11 @@ from .mapping import Claim, Recipe, Unmapped, recipe_for
 
 def replay(case: Case, claim: Claim) -> None:
     """Run the case with the driver of its claim; AssertionError names the first difference."""
+    from . import merges, pages, selectors
+
     drivers = {"tensors": _tensors, "positions": _positions, "steps": _steps, "model": _model}
+    drivers |= {"selector": selectors.replay, "pages": pages.replay}
+    drivers |= {"one step": merges.replay_step, "events": merges.replay_events}
     drivers[claim.driver](case, claim)
 
 
@@ -31,7 +37,7 @@ def _tensors(case: Case, claim: Claim) -> None:
         raise Unmapped("the recording names no input tensors")
     query, key, value = inputs["q"], inputs["k"], inputs["v"]
     recipe = recipe_for(case, claim, key.shape[2])
-    layer = _compress(recipe, query, key, value)
+    layer = _compress(recipe, query, key, value, _drawn(case, claim, key.shape[2]))
     recorded = _recorded_indices(case)
     positions, lengths, keys, values = layer.positions, layer.lengths, layer.keys, layer.values
     repeat = recorded.shape[1] // positions.shape[1]  # a layer that drops nothing keeps its KV heads under query_head
@@ -44,12 +50,14 @@ def _tensors(case: Case, claim: Claim) -> None:
         scores=case.tensor(claim.scores),
         lowest=claim.lowest,
         tolerance=case.tolerance("scores"),
+        same_counts=case.entry.get("counts_unambiguous") is not False,
         where=recipe.spec,
     )
-    _compare_gather(positions, keys, key, f"keys of {recipe.spec}")
-    _compare_gather(positions, values, value, f"values of {recipe.spec}")
-    for name, ours in (("keys", keys), ("values", values)):
-        _compare_rows(case, name, positions, ours, recorded)
+    for name, ours, source in (("keys", keys, key), ("values", values, value)):
+        if name not in claim.merged:
+            _compare_gather(positions, ours, source, f"{name} of {recipe.spec}")
+        rows = slice(0, 1) if claim.draws is not None else slice(None)  # draws are recorded for one batch row
+        _compare_rows(case, name, positions, ours, recorded, rows)
 
 
 def _recorded_indices(case: Case) -> Tensor:
@@ -85,8 +93,15 @@ def _positions(case: Case, claim: Claim) -> None:
     _compare_gather(layer.positions, layer.keys, key, f"keys of {recipe.spec}")
 
 
-def _compress(recipe: Recipe, query: Tensor, key: Tensor, value: Tensor) -> Any:
+def _drawn(case: Case, claim: Claim, tokens: int) -> GivenDraws | None:
+    return None if claim.draws is None else GivenDraws((claim.draws(case, tokens),))
+
+
+def _compress(recipe: Recipe, query: Tensor, key: Tensor, value: Tensor, draws: GivenDraws | None = None) -> Any:
     method = kvfoundry.Method.parse(recipe.spec)
+    if draws is not None:
+        repeated = GivenDraws(tuple(u.expand(query.shape[0], -1, -1) for u in draws.per_layer))
+        method = method.replace(dispose=replace(method.dispose, draws=repeated))
     return method.compress(query, key, value, layer_idx=recipe.layer_idx, num_layers=recipe.num_layers)
 
 
@@ -99,12 +114,14 @@ def _compare_kept(
     scores: Tensor | None = None,
     lowest: bool = False,
     tolerance: dict[str, float] | None = None,
+    same_counts: bool = True,
     where: str,
 ) -> None:
     """Kept sets per batch row and head, [batch, heads, rows] each.
 
     Where a tie stands at the boundary the recorded set is one of many: then the scores of what we chose must be the
-    best ones, and every token that was not ranked (the protected window) must be there.
+    best ones, and every token that was not ranked (the protected window) must be there. same_counts is False where
+    such a tie decides which of two heads gets a row.
     """
     assert positions.shape[:2] == recorded.shape[:2], f"{where}: heads {positions.shape} against {recorded.shape}"
     for batch, head in torch.cartesian_prod(torch.arange(recorded.shape[0]), torch.arange(recorded.shape[1])).tolist():
@@ -113,8 +130,10 @@ def _compare_kept(
         wanted = recorded[batch, head].long().sort().values
         wanted = wanted[wanted >= 0]
         assert ours.numel() == ours.unique().numel() == int(lengths[batch, head]), f"{place}: {ours.tolist()}"
-        assert ours.numel() == wanted.numel(), f"{place}: {ours.numel()} rows kept, recorded are {wanted.numel()}"
-        if scores is None or tie_free is None or bool(tie_free[batch, head]):
+        assert not same_counts or ours.numel() == wanted.numel(), (
+            f"{place}: {ours.numel()} rows kept, recorded are {wanted.numel()}"
+        )
+        if scores is None or tie_free is None or (same_counts and bool(tie_free[batch, head])):
             assert set(ours.tolist()) == set(wanted.tolist()), (
                 f"{place}: kept only by us {sorted(set(ours.tolist()) - set(wanted.tolist()))}, "
                 f"only recorded {sorted(set(wanted.tolist()) - set(ours.tolist()))}"
@@ -136,7 +155,9 @@ def _compare_gather(positions: Tensor, rows: Tensor, source: Tensor, where: str)
     assert torch.equal(rows * valid, source.gather(2, index) * valid), f"{where}: not a copy of the rows it stands for"
 
 
-def _compare_rows(case: Case, name: str, positions: Tensor, ours: Tensor, recorded: Tensor) -> None:
+def _compare_rows(
+    case: Case, name: str, positions: Tensor, ours: Tensor, recorded: Tensor, rows: slice = slice(None)
+) -> None:
     """Recorded output rows against ours, both in ascending order of position, in heads without ties."""
     output, tie_free = case.tensor(name), _with_batch(case.tensor("tie_free"), 2)
     flat, lengths = case.tensor(f"{name}_flat"), case.tensor("head_lens")
@@ -146,7 +167,8 @@ def _compare_rows(case: Case, name: str, positions: Tensor, ours: Tensor, record
         return
     same = tie_free.bool() if tie_free is not None else torch.ones(recorded.shape[:2], dtype=torch.bool)
     wanted = _by_position(output, recorded.long())
-    torch.testing.assert_close(_by_position(ours, positions)[same], wanted[same], **case.tolerance("kv"))
+    ours, wanted, same = (tensor[rows] for tensor in (_by_position(ours, positions), wanted, same))
+    torch.testing.assert_close(ours[same], wanted[same], **case.tolerance("kv"))
 
 
 def _by_position(rows: Tensor, positions: Tensor) -> Tensor:
@@ -207,6 +229,10 @@ def _model(case: Case, claim: Claim) -> None:
     recorded = _unmasked(case, tokens) or _recorded_layers(case, "indices")  # a masked entry is still stored
     if claim.inject:
         method = method.replace(score=GivenScores(tuple(_recorded_layers(case, "scores").values())))
+    if claim.normals and case.tensor("randn0") is not None:
+        numbers = tuple(case.tensor(f"randn{layer}") for layer in range(len(recorded)))
+        assert method.score is not None
+        method = method.replace(score=replace(method.score, draws=numbers))
     model = _load(folder)
     assert tokens == info["prefill_len"], f"the case has {tokens} tokens, its model was recorded with {info}"
     cache = kvfoundry.KVCache(model, method)
@@ -223,6 +249,11 @@ def _model(case: Case, claim: Claim) -> None:
                 tolerance=case.tolerance("scores"),
                 where=f"{recipe.spec} on {case.entry['model']}, layer {layer}",
             )
+            for name in claim.merged:
+                stored = case.tensor(f"l{layer}.{name}")
+                assert stored is not None, f"the recording has no {name} of layer {layer}"
+                ours = _by_position(getattr(kept, name), kept.positions)
+                torch.testing.assert_close(ours, _by_position(stored, indices.long()), **case.tolerance("scores"))
         # A tie that we break another way gives other rows, and so other logits: then the scores above are the test.
         wanted = case.tensor("decode_logits")
         if wanted is None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import kvfoundry
+from kvfoundry.analysis.command import analyze_app
 from kvfoundry.cli.demo import demo
 from kvfoundry.cli.evaluate import eval_app
 from kvfoundry.cli.methods import methods
@@ -27,6 +28,7 @@ app.command()(demo)
 app.command()(run)
 app.command()(methods)
 app.add_typer(eval_app, name="eval")
+app.add_typer(analyze_app, name="analyze")
 
 # typer exports no name for the base of its usage errors; BadParameter is the one public member of that family.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]

@@ -135,6 +135,7 @@ def niah(
         str, typer.Option("--kind", help="; ".join(f"{name}: {kind.summary}" for name, kind in KINDS.items()))
     ] = "word",
     needles: Annotated[int, typer.Option("--needles", help="Facts hidden and asked for at once.")] = 1,
+    distractors: Annotated[int, typer.Option("--distractors", help="Facts about other keys, to be told apart.")] = 0,
     repeats: Annotated[int, typer.Option("--repeats", help="Items per length and depth.")] = 1,
     haystack: Annotated[
         Path | None, typer.Option("--haystack", help="Folder of .txt or .md files. (default: generated prose)")
@@ -149,6 +150,9 @@ def niah(
     batch_size: Annotated[int, typer.Option("--eval-batch-size", "--eval_batch_size", help="Prompts per batch.")] = 1,
     chat: ChatOption = None,
     prefill_chunk: PrefillOption = None,
+    hide_question: Annotated[
+        bool, typer.Option("--hide-question", help="Methods act before they see the question, as on a stored document.")
+    ] = False,
     seed: SeedOption = 0,
     out: Annotated[Path, typer.Option("--out", help="Results folder.")] = Path("results/niah"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
@@ -164,6 +168,7 @@ def niah(
         depths=tuple(parse_numbers(depths or ["0,25,50,75,100"], float, "--depths")),
         kind=kind,
         needles=needles,
+        distractors=distractors,
         repeats=repeats,
         haystack=haystack,
         max_new_tokens=max_new_tokens,
@@ -189,6 +194,7 @@ def niah(
                 batch_size=batch_size,
                 chat=chat,
                 prefill_chunk=prefill_chunk,
+                hide_question=hide_question,
                 resume=resume,
                 arguments={"model": model, "device": device, "dtype": dtype},
                 on_progress=on_progress,

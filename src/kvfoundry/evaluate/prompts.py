@@ -33,6 +33,14 @@ def encode_prompt(tokenizer: Any, text: str, chat: bool) -> list[int]:
     return ids[0].tolist()
 
 
+def question_tokens(tokenizer: Any, prompt: str, question: str, chat: bool) -> int:
+    """How many tokens at the end of the prompt are its question, what the chat template puts behind it included."""
+    whole = encode_prompt(tokenizer, prompt, chat)
+    text = encode_prompt(tokenizer, prompt.removesuffix(question), chat)
+    shared = next((i for i, (left, right) in enumerate(zip(whole, text, strict=False)) if left != right), len(text))
+    return len(whole) - shared
+
+
 def hash_ids(ids: Sequence[int]) -> str:
     """Sixteen hex digits that two prompts share only when their token ids are equal."""
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]

@@ -21,7 +21,7 @@ import torch
 import kvfoundry
 from kvfoundry.attention import backend_of
 from kvfoundry.evaluate.arms import expand_arms
-from kvfoundry.evaluate.prompts import check_length, encode_prompt, hash_ids, resolve_chat
+from kvfoundry.evaluate.prompts import check_length, encode_prompt, hash_ids, question_tokens, resolve_chat
 from kvfoundry.evaluate.report import render_report
 from kvfoundry.evaluate.results import META, SUMMARY, Line, ResultsFolder
 from kvfoundry.evaluate.summary import group_by, shared_prompts, summarise
@@ -210,6 +210,7 @@ def evaluate(
     batch_size: int = 1,
     chat: bool | None = None,
     prefill_chunk: int | None = None,
+    hide_question: bool = False,
     resume: bool = False,
     arguments: Mapping[str, Any] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -221,6 +222,7 @@ def evaluate(
         limit: items per task, spread over its grid.
         batch_size: prompts per generation; items of one batch have the same task.
         chat: None uses the tokenizer's chat template when there is one.
+        hide_question: methods act before they see the question, as on a stored document.
         resume: go on with what `out` holds already.
         arguments: recorded as the run's arguments beside those given here, for example the name of the model.
         on_progress: called after every batch.
@@ -247,11 +249,19 @@ def evaluate(
         "batch_size": batch_size,
         "chat": chat,
         "prefill_chunk": prefill_chunk,
+        "hide_question": hide_question,
     }
-    options = {"chat": chat, "prefill_chunk": prefill_chunk, "seed": seed}
+    # One number for all items: what a method sees must not depend on which prompts share a batch.
+    hold_back = 0
+    if hide_question:
+        hold_back = max(
+            question_tokens(tokenizer, question.item.prompt, question.item.question, chat) for question in questions
+        )
+    options = {"chat": chat, "prefill_chunk": prefill_chunk, "hold_back": hold_back, "seed": seed}
     shared = {
         "backend": backend_of(model),
         "prefill_chunk": prefill_chunk,
+        "hold_back": hold_back,
         "batch_size": batch_size,
         "chat": chat,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -71,6 +71,24 @@ class RowsView:
         return self.head_positions >= 0
 
 
+@dataclass(frozen=True)
+class Stretches:
+    """The rows in place: every head owns a stretch of flat buffers.
+
+    keys, values: [slots, dim]. starts: [batch, heads] first slot of each head; lengths: [batch, heads] its rows, on the
+    CPU.
+    """
+
+    keys: Tensor
+    values: Tensor
+    starts: Tensor
+    lengths: Tensor
+
+    def upto(self, lengths: Tensor) -> Stretches:
+        """The first `lengths` rows of every head."""
+        return replace(self, lengths=lengths)
+
+
 class Layout(ABC):
     """Rows of one layer for every batch row and head. Rows are stored in ascending position order."""
 
@@ -82,6 +100,10 @@ class Layout(ABC):
     @abstractmethod
     def view(self) -> RowsView:
         """The rows as rectangles: no copy for a dense layout, a padded copy for a ragged one."""
+
+    @abstractmethod
+    def stretches(self) -> Stretches:
+        """The rows in place, without a copy."""
 
     @abstractmethod
     def append(

@@ -7,7 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, position_dtype, split_groups, widened, writable
+from kvfoundry.layouts.base import (
+    Columns,
+    Layout,
+    Reading,
+    RowsView,
+    Stretches,
+    position_dtype,
+    split_groups,
+    widened,
+    writable,
+)
 
 
 def _spare_slots(rows: int) -> int:
@@ -83,6 +93,11 @@ class DenseRows(Layout):
             self.lengths,
             self._columns,
         )
+
+    def stretches(self) -> Stretches:
+        batch, heads, capacity, _ = self._keys.shape
+        starts = torch.arange(batch * heads, device=self._keys.device).view(batch, heads) * capacity
+        return Stretches(self._keys.flatten(0, 2), self._values.flatten(0, 2), starts, self.lengths)
 
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None, last_position: int

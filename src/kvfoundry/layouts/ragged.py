@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, split_groups, widened, writable
+from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, Stretches, split_groups, widened, writable
 
 # Spare slots per head when a buffer grows in decode.
 _SPARE_SLOTS = 16
@@ -59,6 +59,9 @@ class RaggedRows(Layout):
         positions = self._positions[index].masked_fill(~present, -1)
         columns = {name: rectangle(flat) for name, flat in self._columns.items()}
         return RowsView(rectangle(self._keys), rectangle(self._values), positions, self._lengths, columns)
+
+    def stretches(self) -> Stretches:
+        return Stretches(self._keys, self._values, self._starts.to(self._keys.device), self._lengths)
 
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None, last_position: int

@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-from kvfoundry.checks import whole
 from kvfoundry.method import Piece
+from kvfoundry.methods.chunks import unit
 from kvfoundry.methods.snapkv import snapkv
 from kvfoundry.registry import register
 from kvfoundry.selection.budgets import Amount, UniformHeads
-from kvfoundry.selection.units import Chunks
 
 
 @register(
@@ -16,19 +15,21 @@ from kvfoundry.selection.units import Chunks
     axes={
         "score": "attention of the last `window` queries, pooled",
         "unit": "chunks of `chunk` tokens, the same in every head of a layer",
-        "budget": "uniform, whole chunks",
+        "budget": "uniform",
         "protect": "the window",
         "schedule": "prompt",
     },
 )
-def chunkkv(budget: Amount, chunk: int = 10, window: int = 32, kernel: int = 1, pooling: str = "avg") -> Piece:
+def chunkkv(
+    budget: Amount, chunk: int = 10, window: int = 32, kernel: int = 1, pooling: str = "avg", rest: str = "fill"
+) -> Piece:
     """Keep the chunks of `chunk` tokens that the end of the prompt attends to most, and the chunks of the window.
 
-    score(chunk) = mean over its rows of the sum over heads of SnapKV's score; the best budget // chunk chunks stay, the
-    same in every head. Chunks are counted from each sequence's own first token, and each row of a batch chooses for
-    itself. `chunks(size)` does the same for any other score. The paper sums the window's attention without pooling
+    score(chunk) = mean over its rows of the sum over heads of SnapKV's score; the best chunks stay, the same in every
+    head. Chunks are counted from each sequence's own first token, and each row of a batch chooses for itself.
+    rest: budget that holds no whole chunk goes to the beginning of the next one ("fill") or to nobody ("drop", the
+    paper). `chunks(size)` does the same for any other score. The paper sums the window's attention without pooling
     (kernel=1); kvpress' ChunkKV over SnapKV is kernel=5. Sharing one layer's choice with its neighbours, an option of
     the paper, is not offered.
     """
-    whole("chunk", chunk, least=1)
-    return replace(snapkv(budget, window, kernel, pooling), unit=Chunks(chunk), heads=UniformHeads())
+    return replace(snapkv(budget, window, kernel, pooling), unit=unit(chunk, rest), heads=UniformHeads())

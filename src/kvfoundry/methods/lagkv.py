@@ -25,15 +25,15 @@ def lagkv(budget: Amount, lag: int = 128, sinks: int = 4, ranking: str = "partit
     softmax over j in p of std over channels of x'(j). The last full partition and what follows come first of all,
     newest before older. No attention weights and no queries are needed.
 
-    ranking: "partition" (the paper) keeps the same share of every partition; "global" compares partitions with each
+    ranking: "partition" (the paper) keeps the same share of every partition; "overall" compares partitions with each
     other (kvpress' cross_scoring).
     """
     checked_amount(budget)
     whole("lag", lag, least=2)
     whole("sinks", sinks)
-    choice("ranking", ranking, ("partition", "global"))
+    choice("ranking", ranking, ("partition", "overall"))
     return Piece(
-        score=LagRelative(sinks, lag, ranking == "global"),
+        score=LagRelative(sinks, lag, ranking == "overall"),
         budget=UniformBudget(budget),
         protect=Protect(sinks=sinks),
     )

@@ -12,7 +12,7 @@ from kvfoundry.layouts import keep_rows
 from kvfoundry.layouts.base import Layout
 from kvfoundry.layouts.dense import DenseRows
 from kvfoundry.selection.evidence import Evidence
-from kvfoundry.selection.keep import kept_mask, top_slots
+from kvfoundry.selection.keep import kept_mask
 
 if TYPE_CHECKING:
     from kvfoundry.method import Method
@@ -33,18 +33,19 @@ def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor) -> L
         view = layout.view()
         evidence = replace(evidence, rows=view)
     if method.block is None:
-        slots, counts = _chosen(method, evidence, rows)
+        slots, counts, scores = _chosen(method, evidence, rows)
     else:
         slots, counts = _chosen_by_block(method, evidence, rows, method.block)
+        scores = method.score(evidence)
     if bool((counts >= view.lengths).all()):
         return unchanged
     if method.dispose is not None:
-        view = method.dispose(view, kept_mask(slots, view))
+        view = method.dispose(evidence, kept_mask(slots, view), scores)
     return keep_rows(view, slots, counts)
 
 
-def _chosen(method: Method, evidence: Evidence, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Slots of the rows that stay [batch, heads, widest], and how many per head [batch, heads]."""
+def _chosen(method: Method, evidence: Evidence, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots of the rows that stay [batch, heads, widest], how many per head [batch, heads], and their scores."""
     assert method.score is not None
     view = evidence.rows
     protected = method.protect.mask(view, evidence.seen, rows)
@@ -55,7 +56,7 @@ def _chosen(method: Method, evidence: Evidence, rows: Tensor) -> tuple[Tensor, T
         scores, counts = method.unit(scores, view, rows, protected)
     if method.refine is not None:
         scores = method.refine(scores, evidence, counts, protected)
-    return top_slots(scores, view, counts, protected), counts
+    return method.choose(scores, evidence, counts, protected), counts, scores
 
 
 def _chosen_by_block(method: Method, evidence: Evidence, rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +81,7 @@ def _chosen_by_block(method: Method, evidence: Evidence, rows: Tensor, block: in
         present = (slots >= 0).sum(dim=-1).cpu()
         slots = slots[..., : int(present.max())]
         candidates = DenseRows.gathered(view, slots, present).view()
-        chosen, counts = _chosen(method, replace(evidence, rows=candidates), rows)
+        chosen, counts, _ = _chosen(method, replace(evidence, rows=candidates), rows)
         slots = slots.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
         entered = upto
     return slots, counts

@@ -34,7 +34,7 @@ class Evidence:
     seen: real tokens per batch row so far, on the CPU. layer_idx, num_layers: place among the layers that evict.
     rope: the layer's rotary embedding when the score asks for it. module: the model's attention module, None when the
         tensors were fed by hand.
-    summary: what the score's `summary` returned for this call.
+    summary: what the score's `summary` returned for this call. decoding: this call comes after the prompt.
     """
 
     query: Tensor
@@ -52,6 +52,7 @@ class Evidence:
     module: nn.Module | None = None
     granularity: Granularity = "kv_head"
     summary: Summary = field(default_factory=dict)
+    decoding: bool = False
 
     @property
     def groups(self) -> int:
@@ -88,6 +89,23 @@ class Evidence:
             sinks=self.reading.sinks,
         )
         return weights * (self.window_positions >= 0)[:, None, :, None]
+
+    @cached_property
+    def newest_attention(self) -> Tensor:
+        """Softmax weights of each sequence's newest query of this call over all rows: [batch, query_heads, rows]."""
+        newest = (self.query_positions >= 0).sum(dim=1, keepdim=True).clamp(min=1) - 1
+        index = newest[:, None, :, None].expand(-1, self.query.shape[1], -1, self.query.shape[3])
+        visibility = self.reading.visibility(
+            self.query_positions.gather(1, newest), self.rows.positions, own=False, complete=False
+        )
+        return attention_weights(
+            self.query.gather(2, index),
+            self.rows.keys,
+            visibility.block(0, 1),
+            scaling=self.reading.scaling,
+            softcap=self.reading.softcap,
+            sinks=self.reading.sinks,
+        )[:, :, 0]
 
     @cached_property
     def column_sums(self) -> Tensor:

@@ -27,11 +27,13 @@ class Chunks(Unit):
     """Stretches of `size` tokens, counted from each sequence's first token, the same ones in every head of a layer.
 
     A chunk's score is the mean over its stored rows of the sum over heads; a chunk with a protected row comes first.
-    The best budget // size chunks stay whole; the last chunk of a text may be shorter, so fewer rows than the budget
-    may stay, never more. A sequence shorter than one chunk, which has nothing to choose from, keeps its best rows.
+    The best chunks stay; what is left of the budget goes to the beginning of the next one, or to nobody when `whole`:
+    then the best budget // size chunks stay, and fewer rows than the budget where one of them is short. A sequence
+    shorter than one chunk has nothing to choose from and keeps its best rows.
     """
 
     size: int
+    whole: bool = False
 
     def __call__(self, scores: Tensor, view: RowsView, rows: Tensor, protected: Tensor) -> tuple[Tensor, Tensor]:
         valid, positions = view.valid, view.head_positions.long()
@@ -51,12 +53,14 @@ class Chunks(Unit):
         mean = mean.masked_fill(first, torch.inf).masked_fill(~exists, -torch.inf)
         unit_scores = mean.expand(-1, heads, -1).gather(2, chunk)
 
+        short = (positions.amax(dim=(1, 2)) < self.size).cpu()
+        unit_scores = unit_scores.where(~short.to(scores.device)[:, None, None], scores.float())
+        if not self.whole:
+            return unit_scores, torch.minimum(view.lengths, rows[:, None])
         order = mean.argsort(dim=-1, descending=True, stable=True).expand(-1, heads, -1)
         sizes = members.gather(2, order).cumsum(dim=-1).long().cpu()
         taken = (rows // self.size).clamp(max=number)
         held = sizes.gather(2, (taken - 1).clamp(min=0)[:, None, None].expand(-1, heads, 1))[..., 0]
         held = held.where(taken[:, None] > 0, rows[:, None])  # less than one chunk: the best one's beginning
         counts = torch.maximum(held, protected.sum(dim=-1).cpu())
-        short = (positions.amax(dim=(1, 2)) < self.size).cpu()
-        counts = torch.minimum(counts.where(~short[:, None], rows[:, None]), view.lengths)
-        return unit_scores.where(~short.to(scores.device)[:, None, None], scores.float()), counts
+        return unit_scores, torch.minimum(counts.where(~short[:, None], rows[:, None]), view.lengths)

@@ -19,6 +19,7 @@ class Item:
         item: name of the item, unique inside its task and the same in every run with the same settings.
         prompt: user text, before any chat template.
         references: the answers; a task decides in `score` whether one or all are needed.
+        question: what the prompt ends with and a method may not see when it has to act on the text alone.
         cell: where the item stands in the task's grid, such as {"length": 2048, "depth": 50.0}; goes into the results.
     """
 
@@ -26,6 +27,7 @@ class Item:
     prompt: str
     references: tuple[str, ...]
     max_new_tokens: int
+    question: str = ""
     cell: Mapping[str, float | int | str] = field(default_factory=dict)
 
 

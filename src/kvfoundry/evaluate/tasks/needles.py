@@ -1,7 +1,8 @@
 """The kinds of needle: a sentence to hide, the question for it and the answer.
 
 The wordings are chosen by measurement, not by taste: `benchmarks/needle_wordings.py` asks the embedded model with the
-full cache at about 2k tokens and keeps what it found in `benchmarks/results/needle_wordings.json`.
+full cache at 2,048 tokens and keeps what it found in `benchmarks/results/needle_wordings.json`. Answered whole, of 20
+each: word 20, phrase 18, digits 19.
 """
 
 import random
@@ -15,11 +16,15 @@ CITIES = ("Lisbon", "Cairo", "Oslo", "Nairobi", "Lima", "Kyoto", "Toronto", "Mum
 
 @dataclass(frozen=True)
 class Needle:
-    """Facts to hide, each a sentence with its answer, and the one question that asks for all of them."""
+    """Facts to hide, each a sentence with its answer, and the one question that asks for all of them.
+
+    distractors: sentences of the same wording about other keys, with other answers.
+    """
 
     sentences: tuple[str, ...]
     question: str
     answers: tuple[str, ...]
+    distractors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,26 +47,33 @@ class NeedleKind:
     def most_answers(self) -> int:
         return 8 if self.answers is None else min(8, len(self.answers))
 
-    def draw(self, rng: random.Random, count: int, is_taken: Callable[[str], bool]) -> Needle:
-        """`count` different answers for one key, none of which the haystack holds already.
+    def draw(self, rng: random.Random, count: int, is_taken: Callable[[str], bool], distractors: int = 0) -> Needle:
+        """`count` different answers for one key, none of which the haystack holds already, and facts about other keys.
 
         Raises:
             TaskError: the haystack leaves too few keys or answers.
         """
         keys = [key for key in CITIES if not is_taken(key)]
-        pool = [str(rng.randint(10**6, 10**7 - 1)) for _ in range(2 * count)] if self.answers is None else self.answers
+        wanted = count + distractors
+        digits = [str(rng.randint(10**6, 10**7 - 1)) for _ in range(2 * wanted)]
+        pool = digits if self.answers is None else self.answers
         free = [answer for answer in dict.fromkeys(pool) if not is_taken(answer)]
-        if not keys or len(free) < count:
+        if len(keys) <= distractors or len(free) < wanted:
             raise TaskError(
                 "the haystack already holds the needles' own words; use another --kind or another --haystack."
             )
         key = rng.choice(keys)
         answers = tuple(rng.sample(free, count))
+        others = rng.sample([other for other in keys if other != key], distractors) if distractors else []
+        rest = [answer for answer in free if answer not in answers]
         question = self.question if count == 1 else self.question_many
         return Needle(
             sentences=tuple(self.sentence.format(key=key, answer=answer) for answer in answers),
             question=question.format(key=key, count=count),
             answers=answers,
+            distractors=tuple(
+                self.sentence.format(key=other, answer=answer) for other, answer in zip(others, rest, strict=False)
+            ),
         )
 
 

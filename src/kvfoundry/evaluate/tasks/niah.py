@@ -19,9 +19,10 @@ from kvfoundry.evaluate.metrics import contains_answer, score_answers
 from kvfoundry.evaluate.prompts import encode_prompt
 from kvfoundry.evaluate.tasks.base import Item, TaskError
 from kvfoundry.evaluate.tasks.haystack import folder_sentences, generated_sentences
-from kvfoundry.evaluate.tasks.needles import KINDS, Needle
+from kvfoundry.evaluate.tasks.needles import CITIES, KINDS, Needle
 
 FRAME = "Read the following text and answer the question at the end.\n\n{context}\n\nQuestion: {question}"
+_QUESTION = FRAME.partition("{context}")[2]
 
 
 def truncate_middle(sizes: Sequence[int], budget: int) -> tuple[int, int]:
@@ -62,6 +63,8 @@ def insert_at_depths(sentences: Sequence[str], sizes: Sequence[int], needles: Se
 class NeedleTask:
     """The needle grid; `kind` is a name of `needles.KINDS`, `needles` how many facts the question asks for at once.
 
+    distractors: facts of the same wording about other keys, spread over the text (RULER's multi-key form).
+
     Raises:
         TaskError: a length, depth or count out of range, an unknown kind.
     """
@@ -70,6 +73,7 @@ class NeedleTask:
     depths: tuple[float, ...] = (0.0, 25.0, 50.0, 75.0, 100.0)
     kind: str = "word"
     needles: int = 1
+    distractors: int = 0
     repeats: int = 1
     haystack: Path | None = None
     max_new_tokens: int = 24
@@ -93,6 +97,8 @@ class NeedleTask:
         most = KINDS[self.kind].most_answers
         if not 1 <= self.needles <= most:
             raise TaskError(f"{self.needles} needles are out of range; kind {self.kind!r} offers 1 to {most}.")
+        if not 0 <= self.distractors < len(CITIES):
+            raise TaskError(f"{self.distractors} distractors are out of range; give 0 to {len(CITIES) - 1}.")
         if self.repeats < 1 or self.max_new_tokens < 1:
             raise TaskError(f"repeats ({self.repeats}) and new tokens ({self.max_new_tokens}) must be at least 1.")
 
@@ -102,6 +108,7 @@ class NeedleTask:
             "depths": list(self.depths),
             "kind": self.kind,
             "needles": self.needles,
+            "distractors": self.distractors,
             "repeats": self.repeats,
             "haystack": None if self.haystack is None else str(self.haystack),
             "max_new_tokens": self.max_new_tokens,
@@ -160,7 +167,9 @@ class _Builder:
     def _draw(self, repeat: int, length: int, depth: float, haystack: str) -> Needle:
         """Key and answers, none of which stands in the text already."""
         rng = random.Random(f"needle {self.task.kind} {self.seed} {repeat} {length} {depth}")
-        return KINDS[self.task.kind].draw(rng, self.task.needles, lambda word: contains_answer(word, haystack))
+        return KINDS[self.task.kind].draw(
+            rng, self.task.needles, lambda word: contains_answer(word, haystack), self.task.distractors
+        )
 
     def build(self, repeat: int, length: int, depth: float) -> Item:
         sentences, sizes = self._haystack(repeat, length)
@@ -168,6 +177,8 @@ class _Builder:
         # Several needles: the first at the depth itself, the others evenly over what follows it.
         depths = [depth + (100 - depth) * number / len(needle.sentences) for number in range(len(needle.sentences))]
         placed = list(zip(depths, needle.sentences, strict=True))
+        count = len(needle.distractors)
+        placed += [(100 * (number + 0.5) / count, sentence) for number, sentence in enumerate(needle.distractors)]
 
         def prompt_of(head: int, tail: int) -> str:
             end = len(sentences) - tail
@@ -192,9 +203,11 @@ class _Builder:
             prompt=prompt,
             references=needle.answers,
             max_new_tokens=self.task.max_new_tokens * self.task.needles,
+            question=_QUESTION.format(question=needle.question),
             cell={
                 "kind": self.task.kind,
                 "needles": self.task.needles,
+                "distractors": self.task.distractors,
                 "length": length,
                 "depth": depth,
                 "repeat": repeat,

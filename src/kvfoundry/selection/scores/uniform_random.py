@@ -25,6 +25,12 @@ def hashed_uniform(seed: int, layer: int, positions: Tensor) -> Tensor:
     return ((state >> 8) & 0xFFFFFF).float() / 0x1000000
 
 
+def hashed_normal(seed: int, layer: int, positions: Tensor) -> Tensor:
+    """A standard normal number for every (head, position), as reproducible as `hashed_uniform`."""
+    radius = torch.sqrt(-2 * torch.log1p(-hashed_uniform(seed, layer, positions)))
+    return radius * torch.cos(2 * torch.pi * hashed_uniform(seed + 1, layer, positions))
+
+
 @dataclass(frozen=True)
 class UniformRandom(Score):
     """The baseline every method must beat."""

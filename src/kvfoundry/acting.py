@@ -1,0 +1,171 @@
+"""What a method does with one layer after each call: observe, and drop rows when its schedule says so.
+
+A `Method` has no state; what it has to remember between calls of one layer lives here, inside the cache.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from kvfoundry.columns import picked_columns
+from kvfoundry.errors import CacheStateError
+from kvfoundry.layouts import Layout
+from kvfoundry.layouts.base import Reading
+from kvfoundry.method import Method
+from kvfoundry.rope import Rope
+from kvfoundry.selection.evict import evict
+from kvfoundry.selection.evidence import Evidence, Summary
+from kvfoundry.slots import Sinks
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call of a layer, after it has stored its rows and attended.
+
+    query, positions: real tokens first, as in `Evidence`. real: [batch] real tokens so far, on the CPU. place: index
+    among the layers that evict, and their number. own: the rows are exactly this call's tokens. columns: tokens of the
+    call, padding included.
+    """
+
+    query: Tensor
+    positions: Tensor
+    reading: Reading
+    module: nn.Module | None
+    real: Tensor
+    place: tuple[int, int]
+    own: bool
+    columns: int
+    in_prompt: bool
+    prompt_ends: bool
+
+
+class Acting:
+    """The memory of one method on one layer: budget in force, remembered queries, running statistics, sinks."""
+
+    def __init__(self, method: Method, rope: Rope | None):
+        self.method, self.rope = method, rope
+        self._budget: Tensor | None = None
+        self._since_eviction = 0
+        self._window: tuple[Tensor, Tensor] | None = None
+        self._summary: Summary = {}
+        self._sinks: Sinks | None = None
+
+    def after(self, turn: Turn, rows: Layout) -> tuple[Layout, bool]:
+        """The rows that stay after this call, and whether any were dropped."""
+        method, schedule = self.method, self.method.schedule
+        assert method.score is not None and method.budget is not None
+        acts_later = schedule.every is not None or not turn.prompt_ends
+        if turn.in_prompt:
+            due = schedule.prefill == "chunk" or (schedule.prefill == "end" and turn.prompt_ends)
+            self._budget = method.budget.rows(turn.real, *turn.place)
+        elif schedule.every is None:
+            return rows, False
+        else:
+            self._since_eviction += turn.columns
+            due = self._since_eviction >= schedule.every
+        self._remember_window(turn, keep=acts_later)
+        evidence = self._evidence(turn, rows)
+        observers = [axis for axis in (method.score, method.dispose) if axis is not None and axis.accumulates]
+        if observers:
+            columns = {name: column for axis in observers for name, column in axis.observe(evidence).items()}
+            rows = rows.with_columns(columns)
+            self._summary = method.score.summary(evidence, self._summary)
+            evidence = replace(evidence, rows=replace(evidence.rows, columns=columns), summary=self._summary)
+        kept = self._evicted(turn, rows, evidence) if due else rows
+        dropped = kept is not rows
+        if not acts_later:
+            self._window, self._summary = None, {}
+            kept = kept.with_columns({})
+        return kept, dropped
+
+    def _evidence(self, turn: Turn, rows: Layout) -> Evidence:
+        window_query, window_positions = self._window if self._window is not None else (turn.query, turn.positions)
+        layer_idx, num_layers = turn.place
+        return Evidence(
+            query=turn.query,
+            query_positions=turn.positions,
+            window_query=window_query,
+            window_positions=window_positions,
+            rows=rows.view(),
+            reading=turn.reading,
+            own=turn.own,
+            seen=turn.real,
+            layer_idx=layer_idx,
+            num_layers=num_layers,
+            group=self.method.group,
+            rope=self.rope,
+            module=turn.module,
+            granularity=self.method.granularity,
+            decoding=not turn.in_prompt,
+        )
+
+    def _evicted(self, turn: Turn, rows: Layout, evidence: Evidence) -> Layout:
+        self._since_eviction = 0
+        schedule, budget = self.method.schedule, self._budget
+        if not turn.in_prompt and schedule.cap is not None:
+            budget = torch.full_like(turn.real, schedule.cap)
+        assert budget is not None
+        kept = evict(self.method, rows, evidence, budget)
+        if kept is rows or not self.method.slot_positions:
+            return kept
+        return self._take_sinks(rows, turn.real).moved_into(kept, turn.real)
+
+    def _take_sinks(self, rows: Layout, real: Tensor) -> Sinks:
+        """Before the first row of a sequence goes, set its sinks aside as they were computed."""
+        if self.rope is None:
+            raise CacheStateError(
+                f"{self.method}: slot positions need the model's RoPE; use it through KVCache(model)."
+            )
+        if self._sinks is None:
+            self._sinks = Sinks.taken_from(rows, self.method.protect.sinks, self.rope)
+        else:
+            self._sinks = self._sinks.renewed(rows, real)
+        return self._sinks
+
+    def _remember_window(self, turn: Turn, *, keep: bool) -> None:
+        """Hold the last queries of every sequence, as many as the score asks for."""
+        assert self.method.score is not None
+        size = self.method.score.window
+        if size == 0:
+            self._window = None
+            return
+        query, positions = turn.query, turn.positions
+        if self._window is not None:
+            query = torch.cat([self._window[0], query], dim=2)
+            positions = torch.cat([self._window[1], positions], dim=1)
+        if bool((positions >= 0).all()):
+            query, positions = query[:, :, -size:], positions[:, -size:]
+        else:
+            # Newest last, padding first: the order of positions, cut to the window.
+            order = positions.argsort(dim=1)[:, -size:]
+            query, positions = picked_columns(query, order), positions.gather(1, order)
+        # A slice would keep the storage of the whole call alive.
+        self._window = (query.clone(), positions.clone()) if keep else (query, positions)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that is remembered."""
+        if self._window is not None:
+            yield from self._window
+        if self._sinks is not None:
+            yield self._sinks.keys
+        yield from self._summary.values()
+
+    def copied(self) -> Acting:
+        """The same memory for a fork: nothing in it is ever written in place."""
+        return copy.copy(self)
+
+    def selected(self, indices: Tensor) -> Acting:
+        """The memory of the batch rows `indices`."""
+        result = copy.copy(self)
+        result._budget = None if self._budget is None else self._budget[indices.cpu()]
+        result._sinks = None if self._sinks is None else self._sinks.selected(indices)
+        result._summary = {name: value[indices.to(value.device)] for name, value in self._summary.items()}
+        if self._window is not None:
+            on_device = indices.to(self._window[0].device)
+            result._window = (self._window[0][on_device], self._window[1][on_device])
+        return result

@@ -1,0 +1,16 @@
+"""Taking padding columns out of a call, and putting outputs back where they belong."""
+
+from torch import Tensor
+
+
+def picked_columns(tensor: Tensor, gather: Tensor) -> Tensor:
+    """Columns `gather` [batch, width] of [batch, heads, tokens, dim]."""
+    return tensor.gather(2, gather[:, None, :, None].expand(-1, tensor.shape[1], -1, tensor.shape[3]))
+
+
+def restored_columns(output: Tensor, gather: Tensor, positions: Tensor, columns: int) -> Tensor:
+    """Outputs of compacted tokens back in their columns, zeros where there was padding."""
+    real = (positions >= 0)[:, None, :, None]
+    index = gather[:, None, :, None].expand(-1, output.shape[1], -1, output.shape[3])
+    restored = output.new_zeros(output.shape[0], output.shape[1], columns, output.shape[3])
+    return restored.scatter(2, index, output * real)
