@@ -68,7 +68,7 @@ def test_granularities_are_equal_without_grouped_heads(name, family, tiny_model)
     model, ids = tiny_model(family, num_key_value_heads=8), random_ids(2, 40)
     results = []
     for granularity, group in (("kv_head", "mean"), ("query_head", "mean"), ("kv_head", "max"), ("kv_head", "sum")):
-        cache = kvfoundry.KVCache(model, small_spec(name, granularity=granularity, group=group))
+        cache = kvfoundry.KVCache(model, small_spec(name, heads=8, granularity=granularity, group=group))
         results.append((greedy(model, cache, ids).tolist(), kept_positions(cache, 0), kept_positions(cache, 1)))
     assert results[0] == results[1] == results[2] == results[3]
 
