@@ -90,9 +90,9 @@ def page(record: dict[str, Any]) -> str:
         "# Quality of the methods",
         "",
         "Made by `python benchmarks/quality.py`; the figures are in `benchmarks/results/quality.json`.",
-        f"Model {record['model']}, float32 on {record['device']}, seed {SEED}, {record['items']} items per cell: share of",
-        "the answer recovered, in per cent. *Seen*: the question is in the prompt when the method acts. *After*: the text",
-        "is compressed before the question comes. The standard error of a cell is at most "
+        f"Model {record['model']}, float32 on {record['device']}, seed {SEED}, {record['items']} items per cell:",
+        "share of the answer recovered, in per cent. *Seen*: the question is in the prompt when the method acts.",
+        "*After*: the text is compressed before the question comes. The standard error of a cell is at most "
         f"{50 / record['items'] ** 0.5:.0f} points: differences below twice that are noise.",
         "",
     ]

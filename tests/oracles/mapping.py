@@ -74,8 +74,9 @@ class Claim:
     tokens), "model" (a tiny model, prefill and teacher-forced decoding), "selector" (attention instead of q and k),
     "pages" (what a decode step reads), "one step" (values and attention of one merge), "events" (a tiny model, merges
     in decode) or "decoding" (a tiny model, evictions in decode). scores: the recorded ranking tensor; lowest: it ranks
-    what goes first, so the smallest stay. inject: the recorded scores are random draws, to be given. merged: which of keys and values are more than copies. draws: the
-    recorded draws of a merge as uniform numbers [1, heads, tokens], made for the first batch row.
+    what goes first, so the smallest stay. inject: the recorded scores are random draws, to be given. merged: which of
+    keys and values are more than copies. draws: the recorded draws of a merge as uniform numbers [1, heads, tokens],
+    made for the first batch row.
     unlike: the reason why a case cannot be reproduced, a known fault of the reference, or None.
     normals: the score takes the recorded normal numbers of every layer (randn0, randn1, ...) in place of its own.
     """
