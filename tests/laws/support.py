@@ -18,8 +18,7 @@ from kvfoundry.selection.budgets import UniformBudget, UniformHeads
 # Values for parameters by name, small enough for tiny prompts. A parameter that is not here keeps its default.
 SMALL: dict[str, Any] = {
     "window": 4, "sinks": 2, "recent": 3, "kernel": 3, "skip_layers": 0, "every": 3, "floor": 0.2, "beta": 2,
-    "chunk": 4, "size": 4, "lag": 6, "future": 8, "buffer": 4,
-    "proxies": 3, "history": 4, "merge": 4, "page": 4,
+    "chunk": 4, "size": 4, "lag": 6, "future": 8, "buffer": 4, "proxies": 3, "history": 4, "merge": 4, "page": 4,
 }  # fmt: skip
 
 
