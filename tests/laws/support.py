@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvfoundry
-from kvfoundry.errors import KVFoundryError, SpecError
+from kvfoundry.errors import SpecError
 from kvfoundry.method import Method
 from kvfoundry.registry import REQUIRED, MethodInfo
 from kvfoundry.selection.budgets import UniformBudget, UniformHeads
@@ -18,7 +18,8 @@ from kvfoundry.selection.budgets import UniformBudget, UniformHeads
 # Values for parameters by name, small enough for tiny prompts. A parameter that is not here keeps its default.
 SMALL: dict[str, Any] = {
     "window": 4, "sinks": 2, "recent": 3, "kernel": 3, "skip_layers": 0, "every": 3, "floor": 0.2, "beta": 2,
-    "chunk": 4, "size": 4, "lag": 6, "future": 8, "buffer": 4,
+    "chunk": 4, "size": 4, "lag": 6, "future": 8, "buffer": 4, "proxies": 3,
+    "history": 4, "merge": 4, "page": 4,
 }  # fmt: skip
 
 
@@ -63,12 +64,8 @@ EVICTING = [name for name in NAMES if METHODS[name].evicts]
 BUDGETED = [name for name in EVICTING if METHODS[name].takes_budget]
 
 
-def _works_by_hand(name: str) -> bool:
-    try:
-        Method.parse(small_spec(name, layers=1)).compress(*random_rows(1, 4, 2, 20))
-    except KVFoundryError:
-        return False
-    return True
+# Methods whose scores need nothing but the tensors of a layer.
+BY_HAND = [name for name in NAMES if METHODS[name].needs_model is None]
 
 
 def kept_average(cache: kvfoundry.KVCache) -> float:
@@ -120,7 +117,3 @@ def random_rows(
     key = torch.randn(batch, heads, tokens, dim, generator=generator)
     value = torch.randn(batch, heads, tokens, dim, generator=generator)
     return query, key, value
-
-
-# Methods whose scores need nothing but the tensors of a layer.
-BY_HAND = [name for name in NAMES if _works_by_hand(name)]

@@ -14,7 +14,7 @@ from tiny_models import FAMILIES, left_padded, random_ids
 from transformers import DynamicCache, PreTrainedModel
 
 import kvfoundry
-import kvfoundry.layer as layer_module
+import kvfoundry.acting as acting_module
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.layer import CacheLayer
 from kvfoundry.method import Method
@@ -65,7 +65,7 @@ class Interruption(Exception):
     pass
 
 
-@pytest.mark.parametrize("point", ["_store", "_apply", "update"])
+@pytest.mark.parametrize("point", ["_store", "_act", "update"])
 @pytest.mark.parametrize("layer_idx", [0, 1])
 @pytest.mark.parametrize("seen", [0, 30])
 def test_an_interrupted_call_is_noticed_and_reset_leads_on(point, layer_idx, seen, tiny_model, monkeypatch):
@@ -201,8 +201,8 @@ def test_a_prompt_above_its_budget_is_compressed_exactly_once(name, tiny_model, 
     if method.schedule.every is not None:
         pytest.skip(f"{name} also acts in decode")
     evictions = []
-    evict = layer_module.evict
-    monkeypatch.setattr(layer_module, "evict", lambda *args: evictions.append(1) or evict(*args))
+    evict = acting_module.evict
+    monkeypatch.setattr(acting_module, "evict", lambda *args: evictions.append(1) or evict(*args))
     cache = kvfoundry.KVCache(model, method)
     ids = random_ids(1, 60)
     forward_pieces(model, cache, ids, [40])
