@@ -10,6 +10,7 @@ seed, backend and dtype. Writes benchmarks/results/quality.json and the table do
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import tempfile
@@ -57,30 +58,31 @@ def method_specs(table: Path | None) -> list[str]:
     return specs + [spec.replace("budget=1)", "budget=512)") for spec in COMPOSED]
 
 
-def run(job: tuple[str, bool, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One task in one column, all methods: summary rows."""
-    name, hidden, settings = job
+@functools.cache
+def _loaded(model: str, device: str, threads: int) -> tuple[Any, Any]:
     import torch
     import transformers
 
     import kvfoundry
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(threads)
+    return kvfoundry.load(model, device=device, dtype="float32")
+
+
+def run(job: tuple[str, bool, str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One method on one task in one column, at every budget: summary rows."""
+    name, hidden, spec, settings = job
     from kvfoundry.evaluate.runner import evaluate
     from kvfoundry.evaluate.tasks.niah import NeedleTask
 
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(settings["threads"])
-    model, tokenizer = kvfoundry.load(settings["model"], device=settings["device"], dtype="float32")
+    model, tokenizer = _loaded(settings["model"], settings["device"], settings["threads"])
     task = NeedleTask(depths=DEPTHS, repeats=settings["repeats"], kind="word", max_new_tokens=16, **TASKS[name])
-    specs = method_specs(Path(settings["table"]) if settings["table"] else None)
-    chosen = [spec for spec in specs if not settings["only"] or spec.split("(")[0] in settings["only"]]
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for methods, budgets, batch in ((["fullkv"], (), settings["batch"]), (chosen, BUDGETS, settings["batch"])):
-            outcome = evaluate(
-                model, tokenizer, [task], methods, out=Path(folder) / str(len(rows)), budgets=budgets, seed=SEED,
-                limit=settings["limit"], batch_size=batch, hide_question=hidden,
-            )  # fmt: skip
-            rows += outcome.rows
+        rows = evaluate(
+            model, tokenizer, [task], [spec], out=Path(folder), budgets=() if spec == "fullkv" else BUDGETS, seed=SEED,
+            limit=settings["limit"], batch_size=settings["batch"], hide_question=hidden,
+        ).rows  # fmt: skip
     return [{**row, "table": name, "question": "after" if hidden else "seen"} for row in rows]
 
 
@@ -147,26 +149,34 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     settings = vars(parser.parse_args())
     out = settings.pop("out")
-    jobs = [(name, hidden, settings) for name in reversed(TASKS) for hidden in (True, False)]
-    if settings["jobs"] == 1:
-        found = [run(job) for job in jobs]
-    else:
-        with multiprocessing.get_context("spawn").Pool(settings["jobs"]) as pool:
-            found = pool.map(run, jobs, chunksize=1)
+    specs = method_specs(Path(settings["table"]) if settings["table"] else None)
+    chosen = [spec for spec in specs if not settings["only"] or spec.split("(")[0] in settings["only"]]
+    jobs = [
+        (name, hidden, spec, settings) for spec in ["fullkv", *chosen] for name in TASKS for hidden in (False, True)
+    ]
+    rows: list[dict[str, Any]] = []
+    with multiprocessing.get_context("spawn").Pool(settings["jobs"]) as pool:
+        for i, found in enumerate(pool.imap_unordered(run, jobs)):
+            rows += found
+            print(f"{i + 1}/{len(jobs)} {found[0]['table']} {found[0]['question']} {found[0]['method']}", flush=True)
+            write(rows, settings["model"], out)  # a run that is cut short keeps what it has
+
+
+def write(rows: list[dict[str, Any]], model: str, out: Path) -> None:
+    """The record, and the page when it is the project's own record."""
     import torch
     import transformers
 
-    rows = [row for rows in found for row in rows]
     for row in rows:
         row["recipe"], row["budget"] = recipe_of(row["method"])
     record = {
-        "model": settings["model"] if "/" not in settings["model"] else "smollm2",
+        "model": model,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "seed": SEED,
         "items": max(row["items"] for row in rows),
-        "rows": rows,
+        "rows": sorted(rows, key=lambda row: (row["table"], row["question"], row["recipe"], row["budget"])),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record, indent=1) + "\n")

@@ -38,9 +38,14 @@ def padded_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
+# A router picks experts by rank: in bfloat16 rounding alone sends a token elsewhere, and logits jump.
+ROUTED = {"mixtral", "gpt_oss"}
+EXACT = [(family, torch.float32, 1e-4) for family in FAMILIES]
+EXACT += [(family, torch.bfloat16, 2e-2) for family in FAMILIES if family not in ROUTED]
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype", "bound"), EXACT, ids=str)
 def test_the_full_cache_is_exact(family, dtype, bound, backend, cuda_model) -> None:
     model = cuda_model(family, dtype)
     ids, mask = padded_batch()
@@ -71,10 +76,13 @@ def test_each_row_of_a_batch_equals_its_single_run(name, granularity, cuda_model
 
 @pytest.mark.parametrize("name", EVICTING)
 def test_the_kept_set_is_that_of_the_cpu(name, cuda_model, tiny_model) -> None:
-    """Float32 on both sides; the protected rows and the ranking must not depend on the device."""
+    """Float32 on both sides; the protected rows and the ranking must not depend on the device.
+
+    A llama: where keys are normalised (qwen3) all key norms are equal, and rounding would decide between them.
+    """
     ids = random_ids(1, 48, seed=3)
     kept = []
-    for model in (tiny_model("qwen3"), cuda_model("qwen3")):
+    for model in (tiny_model("llama"), cuda_model("llama")):
         cache = kvfoundry.KVCache(model, small_spec(name))
         with torch.inference_mode():
             model(ids.to(model.device), None, None, cache)

@@ -30,7 +30,7 @@ def attend(
         # Query heads of one group become extra queries of their shared KV head: one read of the rows serves them all.
         packed = query.reshape(batch, heads, groups * queries, head_dim)
         output = F.scaled_dot_product_attention(packed, key, value, scale=scaling)
-        return output.view(batch, query_heads, queries, value.shape[3])
+        return output.reshape(batch, query_heads, queries, value.shape[3])
     step = naive.query_block(batch, query_heads, rows)
     outputs = []
     for start in range(0, queries, step):
@@ -39,5 +39,5 @@ def attend(
         packed = query[:, :, start:stop].reshape(batch, heads, groups * (stop - start), head_dim)
         mask = seen.unsqueeze(2).expand(-1, -1, groups, -1, -1).reshape(batch, seen.shape[1], packed.shape[2], rows)
         output = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-        outputs.append(output.view(batch, query_heads, stop - start, value.shape[3]))
+        outputs.append(output.reshape(batch, query_heads, stop - start, value.shape[3]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
