@@ -17,7 +17,7 @@ identical codes, and why padding (which is never a row) cannot touch them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, dtype
@@ -58,9 +58,9 @@ class Encoded:
 class Codec(ABC):
     """Writes one tensor of a cache, keys or values. A frozen dataclass: equal parameters are equal codecs.
 
-    The newest rows wait in full precision. After a call, while more than `residual + stride` rows of a head wait, its
-    oldest `stride` of them are encoded, in blocks of `block`; so a head has less than `residual + stride` rows waiting
-    between calls. `stride` is a multiple of `block`. The first `first` rows of a sequence are never encoded.
+    The newest rows wait in full precision. After a call, as soon as `residual + stride` rows of a head wait, the oldest
+    `stride` of them are encoded, in blocks of `block`, and so on; less than that many wait between calls. `stride` is a
+    multiple of `block`. The first `first` rows of a sequence are never encoded.
     """
 
     @property
@@ -98,11 +98,6 @@ class Codec(ABC):
         """Whether `at` needs the RoPE of the model."""
         return False
 
-    @property
-    def rotation(self) -> Rotation | None:
-        """The rotation that rows (and the queries that read them) get before `encode`; see the piece `rotate`."""
-        return None
-
     def at(self, site: Site) -> Codec:
         """The codec for one layer; raises SpecError where it cannot serve it. Called before the first token."""
         return self
@@ -139,10 +134,13 @@ class KVCodec:
     """The codec axis of a method: how keys and how values are stored. One without loss is `Plain`.
 
     Both sides move on their own: keys may wait in larger blocks than values (as in KIVI's own flow).
+    rotation: turns keys before they are encoded, and the queries that read them: `encode` and `fit` of the keys get
+    turned rows, `decode` gives turned ones back. A codec that needs the RoPE cannot work on turned keys.
     """
 
     keys: Codec
     values: Codec
+    rotation: Rotation | None = None
 
     @property
     def fits(self) -> bool:
@@ -161,4 +159,4 @@ class KVCodec:
 
     def at(self, keys: Site, values: Site) -> KVCodec:
         """The pair for one layer; sites differ in head_dim where keys and values do."""
-        return KVCodec(self.keys.at(keys), self.values.at(values))
+        return replace(self, keys=self.keys.at(keys), values=self.values.at(values))
