@@ -20,12 +20,14 @@ SMALL: dict[str, Any] = {
     "window": 4, "sinks": 2, "recent": 3, "kernel": 3, "skip_layers": 0, "every": 3, "floor": 0.2, "beta": 2,
     "chunk": 4, "size": 4, "lag": 6, "future": 8, "buffer": 4, "proxies": 3, "history": 4, "merge": 4, "page": 4,
 }  # fmt: skip
+# What codecs call by a name that other methods use for something else.
+CODED: dict[str, Any] = {"group": 4, "residual": 8}
 
 
 def small_call(info: MethodInfo, budget: int | float, layers: int, heads: int, **given: Any) -> str:
     """`name(parameter=value, ...)` of a registered name; fails when a required parameter has no small value here."""
     table = tuple(tuple(1.0 + (layer + 2 * head) % 3 for head in range(heads)) for layer in range(layers))
-    values = {"budget": budget, "table": table, **SMALL, **given}
+    values = {"budget": budget, "table": table, **SMALL, **(CODED if "codec" in info.axes else {}), **given}
     chosen = {name: values[name] for name in info.parameters if name in values}
     for name, default in info.parameters.items():
         assert default is not REQUIRED or name in chosen, f"{info.name}: teach SMALL a value for {name!r}"
@@ -43,10 +45,12 @@ def small_spec(
     call = small_call(info, budget, layers, heads, **given)
     if info.kind == "method":
         return call
-    try:
-        return str(Method.parse(f"fullkv+{call}"))
-    except SpecError:
-        return f"{small_spec('snapkv', budget)}+{call}"
+    for base in ("fullkv", "int4"):
+        try:
+            return str(Method.parse(f"{base}+{call}"))
+        except SpecError:
+            continue
+    return f"{small_spec('snapkv', budget)}+{call}"
 
 
 def keeps_exactly(method: Method) -> bool:
