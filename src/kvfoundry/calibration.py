@@ -1,8 +1,8 @@
 """Measure, once per model, the thresholds and levels that kvquant quantizes with.
 
-    calibration = kvfoundry.calibration.calibrate(model, tokenizer, text)
-    calibration.save("smollm2.kvquant.safetensors")
-    KVCache(model, "kvquant(bits=3, calibration='smollm2.kvquant.safetensors')")
+calibration = kvfoundry.calibration.calibrate(model, tokenizer, text)
+calibration.save("smollm2.kvquant.safetensors")
+KVCache(model, "kvquant(bits=3, calibration='smollm2.kvquant.safetensors')")
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ class _Sample:
     def __init__(self, layers: list[int]):
         self.parts: dict[int, list[tuple[Tensor, ...]]] = {layer: [] for layer in layers}
 
-    def add(
-        self, model: PreTrainedModel, config: Any, ids: Tensor, ropes: dict[int, Rope], *, fisher: bool
-    ) -> None:
+    def add(self, model: PreTrainedModel, config: Any, ids: Tensor, ropes: dict[int, Rope], *, fisher: bool) -> None:
         cache = _Recorder(config, gradients=fisher)
         gradients: dict[int, tuple[Tensor, Tensor]] = {}
         with torch.set_grad_enabled(fisher):

@@ -11,9 +11,7 @@ from kvfoundry.cli.options import DeviceOption, DtypeOption, ModelOption, load_m
 def calibrate(
     model: ModelOption = "smollm2",
     out: Annotated[Path, typer.Option("--out", help="File to write (safetensors).")] = Path("kvquant.safetensors"),
-    text: Annotated[
-        Path | None, typer.Option("--text", help="UTF-8 text to read. (default: generated prose)")
-    ] = None,
+    text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text to read. (default: generated prose)")] = None,
     outliers: Annotated[float, typer.Option("--outliers", help="Share of numbers kept exactly.")] = 0.01,
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens to read.")] = 2048,
     window: Annotated[int, typer.Option("--window", help="Tokens read at once.")] = 512,

@@ -1,10 +1,11 @@
 """The contract of a codec: rows of one head in, small tensors out, and back.
 
-Storage knows three kinds of tensors, and every codec says by name which it has:
+Storage knows four kinds of parts, and every codec says by name which it has:
 
     rows    one entry per row: packed codes [row, bytes], a scale per token, ...
     tables  one entry per block of `block` consecutive rows of one head: a scale per channel, a low-rank factor, ...
-    fixed   one entry per head of every batch row, settled once from the prompt (`fit`): thresholds, channel numbers, ...
+    sparse  a few numbers per row with their columns, another number of them in every row
+    fixed   one entry per head of every batch row, settled once from the prompt (`fit`): thresholds, channels, ...
 
 Rows are addressed singly. Reordering, cropping, ragged heads and eviction pick entries of `rows` (and the tables that
 these still refer to); they never decode and encode again. So `decode` must give back a row from its own entry, the
@@ -17,10 +18,13 @@ identical codes, and why padding (which is never a row) cannot touch them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, dtype
+
+from kvfoundry.codecs.sparse import SparseRows
 
 if TYPE_CHECKING:
     from kvfoundry.codecs.rotation import Rotation
@@ -34,7 +38,8 @@ Parts = dict[str, Tensor]
 class Site:
     """Where a codec works. layer_idx counts the full-attention layers; rope is there for codecs that ask for it.
 
-    head_dim: width of the rows of this side. family: the model, for messages.
+    head_dim: width of the rows of this side. family: the model, for messages. identity: what tells the model from
+    others, for codecs that were calibrated on one.
     """
 
     layer_idx: int
@@ -42,17 +47,21 @@ class Site:
     head_dim: int
     rope: Rope | None = None
     family: str = "the model"
+    identity: Callable[[], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
 class Encoded:
     """What `Codec.encode` gives back.
 
-    rows: [blocks, block, ...] each, contiguous in memory. tables: [blocks, ...] each.
+    rows: [blocks, block, ...] each, contiguous in memory. tables: [blocks, ...] each. sparse: numbers that are kept
+    exactly, of all rows one after the other. `decode` finds the numbers of a sparse part `x` among its rows as
+    `x.values` and `x.columns` [*leading, n], column dim where a row has fewer than n.
     """
 
     rows: Parts
     tables: Parts = field(default_factory=dict)
+    sparse: dict[str, SparseRows] = field(default_factory=dict)
 
 
 class Codec(ABC):
@@ -106,6 +115,10 @@ class Codec(ABC):
     def at(self, site: Site) -> Codec:
         """The codec for one layer; raises SpecError where it cannot serve it. Called before the first token."""
         return self
+
+    def prepared(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Rows [batch, heads, rows, dim] as `fit` wants them; positions [batch, heads, rows], -1 where is none."""
+        return rows
 
     def fit(self, rows: Tensor, valid: Tensor, query: Tensor | None) -> Parts:
         """What is settled once, from the rows that the prompt leaves after eviction: name -> [batch, heads, ...].

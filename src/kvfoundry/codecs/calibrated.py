@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvfoundry.codecs.kvquant import Levels
+from kvfoundry.codecs.base import Site
+from kvfoundry.codecs.nuq import Levels
 from kvfoundry.errors import DataError, SpecError
 
 _FORMAT = "kvfoundry-kvquant-1"
@@ -19,7 +20,7 @@ _FORMAT = "kvfoundry-kvquant-1"
 
 @dataclass(frozen=True)
 class LayerTables:
-    """One layer. lower, upper: thresholds of its raw keys, [heads, head_dim]; keys, values: levels for one bit width."""
+    """What is calibrated for one layer: thresholds of raw keys [heads, head_dim], levels of keys and of values."""
 
     lower: Tensor
     upper: Tensor
@@ -39,11 +40,12 @@ class CalibratedLayer:
         return LayerTables(self.lower, self.upper, *self.levels[bits])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Calibration:
     """Tables of all full-attention layers, in order.
 
     model: the identity of the model they were measured on (`kvfoundry.calibration.identity_of`). about: how.
+    source: the file they came from.
     """
 
     model: dict[str, Any]
@@ -51,16 +53,18 @@ class Calibration:
     q_norm: bool
     layers: tuple[CalibratedLayer, ...]
     about: dict[str, Any] = field(default_factory=dict)
+    source: str = "given"
 
-    def check(self, identity: dict[str, Any], source: str) -> None:
-        """SpecError unless the tables were measured on the model with this identity."""
-        different = [name for name in self.model if self.model[name] != identity.get(name)]
-        if different:
-            name = different[0]
-            raise SpecError(
-                f"the calibration {source!r} was measured on another model ({name} {self.model[name]!r}, here "
-                f"{identity.get(name)!r}); measure one with `kvfoundry calibrate`."
-            )
+    def tables(self, site: Site, bits: int) -> LayerTables:
+        """The tables of one layer; SpecError when they were measured on another model than this one."""
+        identity = {} if site.identity is None else site.identity()
+        for name, measured in self.model.items():
+            if measured != identity.get(name):
+                raise SpecError(
+                    f"the calibration {self.source!r} was measured on another model ({name} {measured!r}, here "
+                    f"{identity.get(name)!r}); measure one for {site.family} with `kvfoundry calibrate`."
+                )
+        return self.layers[site.layer_idx].at(bits)
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file; DataError when it cannot be written."""
@@ -87,12 +91,13 @@ class Calibration:
         try:
             with safe_open(path, "pt") as file:
                 metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
+                names: list[str] = list(file.keys())
+                tensors = {name: file.get_tensor(name) for name in names}
             if metadata.get("format") != _FORMAT:
                 raise KeyError("format")
             head = json.loads(metadata["head"])
             layers = _layers(tensors)
-            return cls(head["model"], head["outliers"], head["q_norm"], layers, head["about"])
+            return cls(head["model"], head["outliers"], head["q_norm"], layers, head["about"], str(path))
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise SpecError(f"{str(path)!r} is not a calibration file of kvquant, or it is damaged.") from error
 

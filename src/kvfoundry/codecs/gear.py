@@ -8,10 +8,15 @@ Q P^T is the rank-r approximation of what the first two leave, per head, found b
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass, replace
 
-from kvfoundry.codecs.sparse import extremes
+import torch
+from torch import Tensor, dtype
+
+from kvfoundry.codecs.base import Codec, Encoded, Parts, Site
+from kvfoundry.codecs.packing import pack, unpack
+from kvfoundry.codecs.sparse import column_dtype, extremes
+from kvfoundry.errors import SpecError
 
 
 def outliers_per_side(length: int, share: float) -> int:
@@ -53,3 +58,137 @@ def low_rank(error: Tensor, start: Tensor, loops: int) -> tuple[Tensor, Tensor]:
         if not last:  # only the span matters; without this the numbers grow with the square of the error
             right = right / right.abs().amax(dim=(-1, -2), keepdim=True).clamp(min=torch.finfo(right.dtype).tiny)
     return left, right
+
+
+def quantize(rows: Tensor, levels: int, dtype: dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes uint8 [..., n], scale [..., 1] and minimum [..., 1] of rows [..., n], the last two rounded to `dtype`.
+
+    scale = (max - min) / levels, code = round half to even((x - min) / scale), x' = code * scale + min, with scale and
+    minimum as they are stored. A constant row has scale 0 and codes 0.
+    """
+    low, high = rows.amin(dim=-1, keepdim=True), rows.amax(dim=-1, keepdim=True)
+    scale, minimum = ((high - low) / levels).to(dtype), low.to(dtype)
+    step = torch.where(scale > 0, scale, torch.ones_like(scale)).float()
+    codes = ((rows - minimum.float()) / step).round().clamp(0, levels)
+    return (codes * (scale > 0)).to(torch.uint8), scale, minimum
+
+
+def dequantize(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """x' in float32."""
+    return codes * scale.float() + minimum.float()
+
+
+@dataclass(frozen=True)
+class _Gear(Codec):
+    """What keys and values share: blocks of `size` rows of a head, each with its own low-rank residual.
+
+    bits: of the base. rank: of the residual, 0 for none. outlier_ratio: share of numbers kept exactly, 0 for none.
+    loops: rounds of the power iteration.
+    """
+
+    bits: int = 4
+    rank: int = 4
+    outlier_ratio: float = 0.02
+    size: int = 64
+    loops: int = 3
+    head_dim: int = 0
+
+    @property
+    def block(self) -> int:
+        return self.size
+
+    @property
+    def stride(self) -> int:
+        return self.size
+
+    def at(self, site: Site) -> Codec:
+        if self.rank > min(self.size, site.head_dim):
+            raise SpecError(
+                f"gear: rank={self.rank} is more than a block of {self.size} rows of {site.head_dim} numbers has."
+            )
+        return replace(self, head_dim=site.head_dim)
+
+    def _residual(self, error: Tensor, dtype: dtype) -> tuple[Parts, Parts]:
+        """The low-rank part of `error` [blocks, block, dim]: a factor per row, a factor per block."""
+        if self.rank == 0:
+            return {}, {}
+        start = start_matrix(error.shape[-1], self.rank).to(error.device)
+        left, right = low_rank(error, start.expand(error.shape[0], -1, -1), self.loops)
+        return {"left": left.to(dtype)}, {"right": right.to(dtype)}
+
+    def _with_residual(self, base: Tensor, rows: Parts, tables: Parts) -> Tensor:
+        if self.rank == 0:
+            return base
+        return base + (tables["right"].float() @ rows["left"].float()[..., None])[..., 0]
+
+
+@dataclass(frozen=True)
+class GearKeys(_Gear):
+    """Quantized per channel over the rows of a block.
+
+    Row entries: codes, left [rank], and the row's number in its block. Tables: scale, minimum [dim], right [dim, rank],
+    and 2k exact numbers of every channel with the number of their row, [dim, 2k].
+    """
+
+    def encode(self, rows: Tensor, positions: Tensor, fixed: Parts) -> Encoded:
+        channels = rows.float().transpose(1, 2)
+        base, outliers = without_outliers(channels, outliers_per_side(self.size, self.outlier_ratio))
+        codes, scale, minimum = quantize(base, 2**self.bits - 1, rows.dtype)
+        quantized = torch.where(outliers, channels, dequantize(codes, scale, minimum))
+        left, right = self._residual((channels - quantized).transpose(1, 2), rows.dtype)
+        tables = {"scale": scale[..., 0], "minimum": minimum[..., 0], **right}
+        entries = {"codes": pack(codes.transpose(1, 2), self.bits), **left}
+        if self.outlier_ratio > 0:
+            blocks, dim, _ = channels.shape
+            place = outliers.nonzero()[:, 2].view(blocks, dim, -1)
+            tables |= {"outliers": channels.gather(2, place).to(rows.dtype), "outlier_rows": place.to(torch.uint8)}
+            number = torch.arange(self.size, device=rows.device).to(torch.uint8)
+            entries["number"] = number.expand(blocks, -1).contiguous()
+        return Encoded(entries, tables)
+
+    def decode(self, rows: Parts, tables: Parts, fixed: Parts, positions: Tensor, dtype: dtype) -> Tensor:
+        codes = unpack(rows["codes"], self.bits, tables["scale"].shape[-1])
+        result = dequantize(codes, tables["scale"], tables["minimum"])
+        if self.outlier_ratio > 0:
+            for place, exact in zip(tables["outlier_rows"].unbind(-1), tables["outliers"].unbind(-1), strict=True):
+                result = torch.where(place == rows["number"][..., None], exact.float(), result)
+        return self._with_residual(result, rows, tables).to(dtype)
+
+
+@dataclass(frozen=True)
+class GearValues(_Gear):
+    """Quantized per row over groups of its channels.
+
+    Row entries: codes, left [rank], scale and minimum per group, and 2k exact numbers with their channels. Table: right
+    [dim, rank]. group: channels of a group; a row that it does not divide is one group.
+    """
+
+    group: int = 64
+
+    @property
+    def groups(self) -> int:
+        return self.head_dim // self.group if self.head_dim % self.group == 0 else 1
+
+    def encode(self, rows: Tensor, positions: Tensor, fixed: Parts) -> Encoded:
+        numbers = rows.float()
+        base, outliers = without_outliers(numbers, outliers_per_side(numbers.shape[-1], self.outlier_ratio))
+        codes, scale, minimum = quantize(base.unflatten(-1, (self.groups, -1)), 2**self.bits - 1, rows.dtype)
+        quantized = torch.where(outliers, numbers, dequantize(codes, scale, minimum).flatten(-2))
+        left, right = self._residual(numbers - quantized, rows.dtype)
+        entries = {
+            "codes": pack(codes.flatten(-2), self.bits),
+            "scale": scale[..., 0],
+            "minimum": minimum[..., 0],
+        } | left
+        if self.outlier_ratio > 0:
+            place = outliers.nonzero()[:, 2].view(*numbers.shape[:2], -1)
+            entries["outliers"] = rows.gather(2, place)
+            entries["outlier_columns"] = place.to(column_dtype(numbers.shape[-1]))
+        return Encoded(entries, right)
+
+    def decode(self, rows: Parts, tables: Parts, fixed: Parts, positions: Tensor, dtype: dtype) -> Tensor:
+        codes = unpack(rows["codes"], self.bits, self.head_dim).unflatten(-1, (self.groups, -1))
+        result = dequantize(codes, rows["scale"][..., None], rows["minimum"][..., None]).flatten(-2)
+        if self.outlier_ratio > 0:
+            result = result.scatter(-1, rows["outlier_columns"].long(), rows["outliers"].float())
+        return self._with_residual(result, rows, tables).to(dtype)

@@ -31,6 +31,12 @@ def column_dtype(width: int) -> torch.dtype:
     return torch.uint8 if width <= 256 else torch.int16
 
 
+def put(rows: Tensor, values: Tensor, columns: Tensor) -> Tensor:
+    """Rows [..., width] with the numbers `values` [..., n] in `columns` [..., n]; column `width` is nowhere."""
+    wide = torch.nn.functional.pad(rows, (0, 1))
+    return wide.scatter(-1, columns.long(), values.to(rows.dtype))[..., :-1]
+
+
 @dataclass(frozen=True)
 class SparseRows:
     """Some numbers of every row, the rows flattened to one axis.
@@ -65,11 +71,20 @@ class SparseRows:
         pairs = zip(self.tensors(), other.tensors(), strict=True)
         return SparseRows(*(torch.cat(pair) for pair in pairs))
 
-    def written_into(self, rows: Tensor) -> Tensor:
-        """`rows` [rows, width] with these numbers in their places; writes in place."""
-        row = torch.arange(rows.shape[0], device=rows.device).repeat_interleave(self.counts.long())
-        rows[row, self.columns.long()] = self.values.to(rows.dtype)
-        return rows
+    def padded(self, index: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Values and columns of the rows `index` [...], as rectangles [..., widest]; column `width` where there is none.
+
+        index: -1 for a row without numbers.
+        """
+        picked = self.rows(index.flatten())
+        counts = picked.counts.long()
+        widest = int(counts.max()) if counts.numel() else 0
+        slot = torch.arange(widest, device=index.device)
+        present = slot < counts[:, None]
+        values = self.values.new_zeros(counts.numel(), widest)
+        columns = torch.full((counts.numel(), widest), width, device=index.device)
+        values[present], columns[present] = picked.values, picked.columns.long()
+        return values.view(*index.shape, widest), columns.view(*index.shape, widest)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (self.counts, self.values, self.columns)
