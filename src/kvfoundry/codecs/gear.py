@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, dtype
 
 from kvfoundry.codecs.base import Codec, Encoded, Parts, Site
+from kvfoundry.codecs.grouped import dequantize, quantize
 from kvfoundry.codecs.packing import pack, unpack
 from kvfoundry.codecs.sparse import column_dtype, extremes
 from kvfoundry.errors import SpecError
@@ -58,24 +59,6 @@ def low_rank(error: Tensor, start: Tensor, loops: int) -> tuple[Tensor, Tensor]:
         if not last:  # only the span matters; without this the numbers grow with the square of the error
             right = right / right.abs().amax(dim=(-1, -2), keepdim=True).clamp(min=torch.finfo(right.dtype).tiny)
     return left, right
-
-
-def quantize(rows: Tensor, levels: int, dtype: dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes uint8 [..., n], scale [..., 1] and minimum [..., 1] of rows [..., n], the last two rounded to `dtype`.
-
-    scale = (max - min) / levels, code = round half to even((x - min) / scale), x' = code * scale + min, with scale and
-    minimum as they are stored. A constant row has scale 0 and codes 0.
-    """
-    low, high = rows.amin(dim=-1, keepdim=True), rows.amax(dim=-1, keepdim=True)
-    scale, minimum = ((high - low) / levels).to(dtype), low.to(dtype)
-    step = torch.where(scale > 0, scale, torch.ones_like(scale)).float()
-    codes = ((rows - minimum.float()) / step).round().clamp(0, levels)
-    return (codes * (scale > 0)).to(torch.uint8), scale, minimum
-
-
-def dequantize(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """x' in float32."""
-    return codes * scale.float() + minimum.float()
 
 
 @dataclass(frozen=True)
@@ -131,24 +114,26 @@ class GearKeys(_Gear):
     """
 
     def encode(self, rows: Tensor, positions: Tensor, fixed: Parts) -> Encoded:
-        channels = rows.float().transpose(1, 2)
+        channels = rows.transpose(1, 2)
         base, outliers = without_outliers(channels, outliers_per_side(self.size, self.outlier_ratio))
-        codes, scale, minimum = quantize(base, 2**self.bits - 1, rows.dtype)
-        quantized = torch.where(outliers, channels, dequantize(codes, scale, minimum))
-        left, right = self._residual((channels - quantized).transpose(1, 2), rows.dtype)
-        tables = {"scale": scale[..., 0], "minimum": minimum[..., 0], **right}
-        entries = {"codes": pack(codes.transpose(1, 2), self.bits), **left}
+        found = quantize(base, self.bits, "asymmetric", dim=-1)
+        assert found.minimum is not None
+        restored = dequantize(found.codes, found.scale, found.minimum, self.bits, "asymmetric")
+        error = torch.where(outliers, 0.0, channels.float() - restored)
+        left, right = self._residual(error.transpose(1, 2), rows.dtype)
+        tables = {"scale": found.scale[..., 0], "minimum": found.minimum[..., 0], **right}
+        entries = {"codes": pack(found.codes.transpose(1, 2), self.bits), **left}
         if self.outlier_ratio > 0:
             blocks, dim, _ = channels.shape
             place = outliers.nonzero()[:, 2].view(blocks, dim, -1)
-            tables |= {"outliers": channels.gather(2, place).to(rows.dtype), "outlier_rows": place.to(torch.uint8)}
+            tables |= {"outliers": channels.gather(2, place), "outlier_rows": place.to(torch.uint8)}
             number = torch.arange(self.size, device=rows.device).to(torch.uint8)
             entries["number"] = number.expand(blocks, -1).contiguous()
         return Encoded(entries, tables)
 
     def decode(self, rows: Parts, tables: Parts, fixed: Parts, positions: Tensor, dtype: dtype) -> Tensor:
         codes = unpack(rows["codes"], self.bits, tables["scale"].shape[-1])
-        result = dequantize(codes, tables["scale"], tables["minimum"])
+        result = dequantize(codes, tables["scale"], tables["minimum"], self.bits, "asymmetric")
         if self.outlier_ratio > 0:
             for place, exact in zip(tables["outlier_rows"].unbind(-1), tables["outliers"].unbind(-1), strict=True):
                 result = torch.where(place == rows["number"][..., None], exact.float(), result)
@@ -170,25 +155,23 @@ class GearValues(_Gear):
         return self.head_dim // self.group if self.head_dim % self.group == 0 else 1
 
     def encode(self, rows: Tensor, positions: Tensor, fixed: Parts) -> Encoded:
-        numbers = rows.float()
-        base, outliers = without_outliers(numbers, outliers_per_side(numbers.shape[-1], self.outlier_ratio))
-        codes, scale, minimum = quantize(base.unflatten(-1, (self.groups, -1)), 2**self.bits - 1, rows.dtype)
-        quantized = torch.where(outliers, numbers, dequantize(codes, scale, minimum).flatten(-2))
-        left, right = self._residual(numbers - quantized, rows.dtype)
-        entries = {
-            "codes": pack(codes.flatten(-2), self.bits),
-            "scale": scale[..., 0],
-            "minimum": minimum[..., 0],
-        } | left
+        base, outliers = without_outliers(rows, outliers_per_side(rows.shape[-1], self.outlier_ratio))
+        found = quantize(base.unflatten(-1, (self.groups, -1)), self.bits, "asymmetric", dim=-1)
+        assert found.minimum is not None
+        restored = dequantize(found.codes, found.scale, found.minimum, self.bits, "asymmetric").flatten(-2)
+        left, right = self._residual(torch.where(outliers, 0.0, rows.float() - restored), rows.dtype)
+        entries = {"codes": pack(found.codes.flatten(-2), self.bits), **left}
+        entries |= {"scale": found.scale[..., 0], "minimum": found.minimum[..., 0]}
         if self.outlier_ratio > 0:
-            place = outliers.nonzero()[:, 2].view(*numbers.shape[:2], -1)
+            place = outliers.nonzero()[:, 2].view(*rows.shape[:2], -1)
             entries["outliers"] = rows.gather(2, place)
-            entries["outlier_columns"] = place.to(column_dtype(numbers.shape[-1]))
+            entries["outlier_columns"] = place.to(column_dtype(rows.shape[-1]))
         return Encoded(entries, right)
 
     def decode(self, rows: Parts, tables: Parts, fixed: Parts, positions: Tensor, dtype: dtype) -> Tensor:
         codes = unpack(rows["codes"], self.bits, self.head_dim).unflatten(-1, (self.groups, -1))
-        result = dequantize(codes, rows["scale"][..., None], rows["minimum"][..., None]).flatten(-2)
+        scale, minimum = rows["scale"][..., None], rows["minimum"][..., None]
+        result = dequantize(codes, scale, minimum, self.bits, "asymmetric").flatten(-2)
         if self.outlier_ratio > 0:
             result = result.scatter(-1, rows["outlier_columns"].long(), rows["outliers"].float())
         return self._with_residual(result, rows, tables).to(dtype)

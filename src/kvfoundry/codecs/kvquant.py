@@ -230,8 +230,8 @@ class KVQuantKeys(_KVQuant):
         return {"lower": lower, "upper": upper, **self._spread(tables, heads, rows.device)}
 
     def encode(self, rows: Tensor, positions: Tensor, fixed: Parts) -> Encoded:
-        blocks, block, dim = rows.shape
-        raw = self.prepared(rows.view(1, 1, -1, dim), positions.view(1, 1, -1)).view(rows.shape)
+        flat = rows.reshape(1, 1, -1, rows.shape[-1])
+        raw = self.prepared(flat, positions.reshape(1, 1, -1)).view(rows.shape)
         outliers = screened(raw, fixed["lower"], fixed["upper"])
         codes = encode(raw, self._affine(fixed["lower"], fixed["upper"]), _fixed_levels(fixed))
         sparse = SparseRows.of(raw.flatten(0, 1).to(rows.dtype), outliers.flatten(0, 1))

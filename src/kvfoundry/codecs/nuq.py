@@ -30,8 +30,8 @@ def picked(levels: Tensor, codes: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Levels:
-    """One table for a layer and tensor: `code` chooses, `value` restores. Both [2^bits], code ascending; or with leading
-    dimensions, a table for every row.
+    """One table for a layer and tensor: `code` chooses, `value` restores. Both [2^bits], code ascending; or with
+    leading dimensions, a table for every row.
 
     They differ under Q-Norm, which scales and shifts what comes back so that mean and deviation of z survive.
     """
@@ -62,8 +62,8 @@ def fit_levels(values: Tensor, count: int, weights: Tensor | None = None) -> Ten
 
     values: finite numbers of any shape; weights: not negative, same shape, None for all equal. Lloyd's algorithm from
     three starts (even steps over the range, equal counts, cube root of the density), of which the best is taken. On
-    sorted numbers a cell is a stretch, so an iteration costs one search in prefix sums. Deterministic; on the CPU, where
-    so many small steps are fast.
+    sorted numbers a cell is a stretch, so an iteration costs one search in prefix sums. Deterministic; on the CPU,
+    where so many small steps are fast.
     Fewer different values than levels leave levels unused, which keep their places.
     """
     ordered, order = values.flatten().cpu().double().sort()

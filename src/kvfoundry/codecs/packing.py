@@ -1,4 +1,4 @@
-"""Codes of a few bits side by side in bytes, along the last axis: a row can be read and moved without its neighbours."""
+"""Codes of a few bits side by side in bytes, along the last axis: a row is read and moved without its neighbours."""
 
 import torch
 from torch import Tensor

@@ -72,7 +72,7 @@ class SparseRows:
         return SparseRows(*(torch.cat(pair) for pair in pairs))
 
     def padded(self, index: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Values and columns of the rows `index` [...], as rectangles [..., widest]; column `width` where there is none.
+        """Values and columns of the rows `index` [...], as rectangles [..., widest]; column `width` where is none.
 
         index: -1 for a row without numbers.
         """
