@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from transformers.cache_utils import Cache
 
 from kvfoundry import compat
 from kvfoundry.attention import attach, backend_of, family_of
+from kvfoundry.calibration import identity_of
+from kvfoundry.coding import Losses
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
 from kvfoundry.kernels.attention import backend
 from kvfoundry.layer import CacheLayer, Prompt, storage_bytes
@@ -106,11 +108,15 @@ class KVCache(Cache):
     @property
     def notes(self) -> list[str]:
         """What a reader of results must know: methods that did not act, and why."""
-        if self.method.evicts and not self._full_layers():
+        lost = self.prompt.losses.sentence(self.method)
+        return [*([] if lost is None else [lost]), *self._idle_notes()]
+
+    def _idle_notes(self) -> list[str]:
+        if (self.method.evicts or self.method.codec is not None) and not self._full_layers():
             return [f"{self.method} acts on no layer: all attention layers of this model have a window of their own."]
         if self.method.evicts and not any(layer.evicts for layer in self.attention_layers):
             return [f"{self.method} acts on no layer: it skips all {len(self._full_layers())} full-attention layers."]
-        if self.method.read is not None and not self.method.evicts:
+        if self.method.read is not None and not self.method.evicts and self.method.codec is None:
             return [
                 f"{self.method} drops nothing: it reads fewer rows in decode, and memory is that of the full cache."
             ]
@@ -155,11 +161,13 @@ class KVCache(Cache):
         """Empty the cache; the memory is freed and the next call starts a new prompt."""
         super().reset()
         self.prompt.tokens = None
+        self.prompt.losses = Losses()
         self.prompt.peak_nbytes = 0
 
 
 def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None:
-    if not method.slot_positions and not (method.score is not None and method.score.needs_rope):
+    asks = method.slot_positions or (method.score is not None and method.score.needs_rope)
+    if not asks and not (method.codec is not None and method.codec.needs_rope):
         return None
     rope = Rope.of(model, layer_idx)
     if method.slot_positions and rope.depends_on_length:
@@ -176,7 +184,7 @@ def _shape(model: PreTrainedModel) -> ModelShape:
     full = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
     query_heads = getattr(config, "num_attention_heads", 1)
     kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
-    return ModelShape(family_of(model), len(types), full, query_heads, kv_heads)
+    return ModelShape(family_of(model), len(types), full, query_heads, kv_heads, partial(identity_of, model))
 
 
 def _layers(model: PreTrainedModel, method: Method, prompt: Prompt) -> list[Any]:

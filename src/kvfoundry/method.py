@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from kvfoundry.codecs.base import KVCodec
+from kvfoundry.codecs.rotation import Rotation
 from kvfoundry.errors import SpecError
 from kvfoundry.merging import Disposal
 from kvfoundry.reading import Reader
@@ -52,7 +54,7 @@ class Piece:
 
     Two pieces of one recipe must not claim the same axis. `schedule`, `protect`, `granularity` and `group` of a method
     are its defaults and may be refined by the piece of that name. `layers` spreads a uniform budget of another piece
-    over the layers.
+    over the layers. `rotation` turns keys for the `codec` of another piece.
     """
 
     score: Score | None = None
@@ -65,6 +67,8 @@ class Piece:
     refine: Refinement | None = None
     dispose: Disposal | None = None
     read: Reader | None = None
+    codec: KVCodec | None = None
+    rotation: Rotation | None = None
     protect: Protect | None = None
     schedule: Schedule | None = None
     granularity: Granularity | None = None
@@ -97,6 +101,7 @@ class Method:
     refine: Refinement | None = field(default=None, compare=False)
     dispose: Disposal | None = field(default=None, compare=False)
     read: Reader | None = field(default=None, compare=False)
+    codec: KVCodec | None = field(default=None, compare=False)
     protect: Protect = field(default=Protect(), compare=False)
     schedule: Schedule = field(default=Schedule(), compare=False)
     granularity: Granularity = field(default="kv_head", compare=False)
@@ -128,6 +133,11 @@ class Method:
         return self.score is not None and self.budget is not None
 
     @property
+    def lossy(self) -> bool:
+        """True when rows that stay are not stored as they were computed: a codec rounds them."""
+        return self.codec is not None
+
+    @property
     def takes_budget(self) -> bool:
         """True when a budget parameter exists."""
         return any(name == "budget" for call in self.calls for name, _ in call.arguments)
@@ -138,6 +148,8 @@ class Method:
         if self.reconstructs is not None:
             return "the model to repeat its context"
         if self.score is not None and self.score.needs_rope:
+            return "the model's RoPE"
+        if self.codec is not None and self.codec.needs_rope:
             return "the model's RoPE"
         if self.refine is not None and self.refine.needs_module:
             return "the model's output projections"
@@ -167,7 +179,8 @@ class Method:
     def fitted(self, shape: ModelShape) -> Method:
         """The same recipe for one model; SpecError when it holds something that was measured on another."""
         budget = None if self.budget is None else self.budget.fitted(shape)
-        return replace(self, budget=budget, heads=self.heads.fitted(shape))
+        codec = None if self.codec is None else self.codec.fitted(shape)
+        return replace(self, budget=budget, heads=self.heads.fitted(shape), codec=codec)
 
     def acts_on(self, layer_idx: int) -> bool:
         """Whether rows of this layer (counted among the full-attention layers) are ever dropped."""

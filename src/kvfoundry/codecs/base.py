@@ -18,9 +18,8 @@ identical codes, and why padding (which is never a row) cannot touch them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor, dtype
 
@@ -29,6 +28,7 @@ from kvfoundry.codecs.sparse import SparseRows
 if TYPE_CHECKING:
     from kvfoundry.codecs.rotation import Rotation
     from kvfoundry.rope import Rope
+    from kvfoundry.selection.budgets import ModelShape
 
 # name -> tensor. Names are the codec's own; storage treats all alike.
 Parts = dict[str, Tensor]
@@ -38,8 +38,7 @@ Parts = dict[str, Tensor]
 class Site:
     """Where a codec works. layer_idx counts the full-attention layers; rope is there for codecs that ask for it.
 
-    head_dim: width of the rows of this side. family: the model, for messages. identity: what tells the model from
-    others, for codecs that were calibrated on one.
+    head_dim: width of the rows of this side. family: the model, for messages.
     """
 
     layer_idx: int
@@ -47,7 +46,6 @@ class Site:
     head_dim: int
     rope: Rope | None = None
     family: str = "the model"
-    identity: Callable[[], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,9 +65,9 @@ class Encoded:
 class Codec(ABC):
     """Writes one tensor of a cache, keys or values. A frozen dataclass: equal parameters are equal codecs.
 
-    The newest rows wait in full precision. After a call, while more than `residual + stride` rows of a head wait, its
-    oldest `stride` of them are encoded, in blocks of `block`; so a head has less than `residual + stride` rows waiting
-    between calls. `stride` is a multiple of `block`. The first `first` rows of a sequence are never encoded.
+    The newest rows wait in full precision. After a call, as soon as `residual + stride` rows of a head wait, the oldest
+    `stride` of them are encoded, in blocks of `block`, and so on; less than that many wait between calls. `stride` is a
+    multiple of `block`. The first `first` rows of a sequence are never encoded.
     """
 
     @property
@@ -107,10 +105,9 @@ class Codec(ABC):
         """Whether `at` needs the RoPE of the model."""
         return False
 
-    @property
-    def rotation(self) -> Rotation | None:
-        """The rotation that rows (and the queries that read them) get before `encode`; see the piece `rotate`."""
-        return None
+    def fitted(self, shape: ModelShape) -> Codec:
+        """The codec for this model; SpecError when it was calibrated on another. Called when a cache is built."""
+        return self
 
     def at(self, site: Site) -> Codec:
         """The codec for one layer; raises SpecError where it cannot serve it. Called before the first token."""
@@ -152,10 +149,13 @@ class KVCodec:
     """The codec axis of a method: how keys and how values are stored. One without loss is `Plain`.
 
     Both sides move on their own: keys may wait in larger blocks than values (as in KIVI's own flow).
+    rotation: turns keys before they are encoded, and the queries that read them: `encode` and `fit` of the keys get
+    turned rows, `decode` gives turned ones back. A codec that needs the RoPE cannot work on turned keys.
     """
 
     keys: Codec
     values: Codec
+    rotation: Rotation | None = None
 
     @property
     def fits(self) -> bool:
@@ -172,6 +172,10 @@ class KVCodec:
         """Whether one of the sides works with the RoPE of the model."""
         return self.keys.needs_rope or self.values.needs_rope
 
+    def fitted(self, shape: ModelShape) -> KVCodec:
+        """The pair for one model."""
+        return replace(self, keys=self.keys.fitted(shape), values=self.values.fitted(shape))
+
     def at(self, keys: Site, values: Site) -> KVCodec:
         """The pair for one layer; sites differ in head_dim where keys and values do."""
-        return KVCodec(self.keys.at(keys), self.values.at(values))
+        return replace(self, keys=self.keys.at(keys), values=self.values.at(values))

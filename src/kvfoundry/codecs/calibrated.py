@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvfoundry.codecs.base import Site
 from kvfoundry.codecs.nuq import Levels
 from kvfoundry.errors import DataError, SpecError
+
+if TYPE_CHECKING:
+    from kvfoundry.selection.budgets import ModelShape
 
 _FORMAT = "kvfoundry-kvquant-1"
 
@@ -55,17 +57,15 @@ class Calibration:
     about: dict[str, Any] = field(default_factory=dict)
     source: str = "given"
 
-    def tables(self, site: Site, bits: int) -> LayerTables:
-        """The tables of one layer; SpecError when they were measured on another model than this one."""
-        identity = {} if site.identity is None else site.identity()
+    def check(self, shape: ModelShape) -> None:
+        """SpecError when the tables were measured on another model than this one."""
+        identity = shape.identity()
         for name, measured in self.model.items():
             if measured != identity.get(name):
                 raise SpecError(
                     f"the calibration {self.source!r} was measured on another model ({name} {measured!r}, here "
-                    f"{identity.get(name)!r}); measure one for {site.family} with `kvfoundry calibrate`."
+                    f"{identity.get(name)!r}); measure one for {shape.family} with `kvfoundry calibrate`."
                 )
-        return self.layers[site.layer_idx].at(bits)
-
     def save(self, path: str | Path) -> None:
         """Write a safetensors file; DataError when it cannot be written."""
         tensors: dict[str, Tensor] = {}

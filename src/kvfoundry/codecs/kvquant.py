@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, dtype
@@ -27,6 +27,9 @@ from kvfoundry.codecs.packing import pack, unpack
 from kvfoundry.codecs.sparse import SparseRows, column_dtype, extremes, put
 from kvfoundry.errors import UnsupportedModelError
 from kvfoundry.rope import Rope
+
+if TYPE_CHECKING:
+    from kvfoundry.selection.budgets import ModelShape
 
 
 def percentile_bounds(values: Tensor, share: float) -> tuple[Tensor, Tensor]:
@@ -151,8 +154,13 @@ class _KVQuant(Codec):
     def fits(self) -> bool:
         return True
 
+    def fitted(self, shape: ModelShape) -> Codec:
+        if self.calibrated is not None:
+            self.calibrated.check(shape)
+        return self
+
     def at(self, site: Site) -> Codec:
-        tables = None if self.calibrated is None else self.calibrated.tables(site, self.bits)
+        tables = None if self.calibrated is None else self.calibrated.layers[site.layer_idx].at(self.bits)
         return replace(self, calibrated=None, tables=tables, head_dim=site.head_dim)
 
     def _affine(self, lower: Tensor, upper: Tensor) -> Affine:

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+# Widths that fill a byte evenly.
+WIDTHS = (1, 2, 4, 8)
+
 
 def packed_bytes(width: int, bits: int) -> int:
     """Bytes of `width` codes: eight codes take `bits` bytes, a last group may be cut short."""

@@ -66,10 +66,10 @@ class SparseRows:
         source = starts[index[row]] + within
         return SparseRows(counts.to(torch.int16), self.values[source], self.columns[source])
 
-    def followed_by(self, other: SparseRows) -> SparseRows:
-        """These rows, then the rows of the other."""
-        pairs = zip(self.tensors(), other.tensors(), strict=True)
-        return SparseRows(*(torch.cat(pair) for pair in pairs))
+    @classmethod
+    def joined(cls, parts: list[SparseRows]) -> SparseRows:
+        """The rows of all parts, one part after the other."""
+        return cls(*(torch.cat(tensors) for tensors in zip(*(part.tensors() for part in parts), strict=True)))
 
     def padded(self, index: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Values and columns of the rows `index` [...], as rectangles [..., widest]; column `width` where is none.
