@@ -79,14 +79,17 @@ class Claim:
 
     driver: "tensors" (q, k, v of one layer), "positions" (no tensors: any will do), "steps" (prefill, then single
     tokens), "model" (a tiny model, prefill and teacher-forced decoding), "selector" (attention instead of q and k),
-    "pages" (what a decode step reads), "one step" (values and attention of one merge) "events" (a tiny model, merges in
-    decode), or "kvquant" and "gear" (rows of numbers, no layer). scores: the recorded ranking tensor; lowest: it ranks what goes first, so the smallest stay. inject: the
+    "pages" (what a decode step reads), "one step" (values and attention of one merge), "events" (a tiny model, merges
+    in decode), "kvquant" or "gear" (rows of numbers, no layer).
+    scores: the recorded ranking tensor; lowest: it ranks what goes first, so the smallest stay. inject: the
     recorded scores are random draws, to be given. merged: which of keys and values are more than copies. draws: the
     recorded draws of a merge as uniform numbers [1, heads, tokens], made for the first batch row.
     normals: the score takes the recorded normal numbers of every layer (randn0, randn1, ...) in place of its own.
     """
 
-    driver: Literal["tensors", "positions", "steps", "model", "selector", "pages", "one step", "events", "kvquant", "gear"]
+    driver: Literal[
+        "tensors", "positions", "steps", "model", "selector", "pages", "one step", "events", "kvquant", "gear"
+    ]
     recipe: Callable[[Parameters, int], Recipe]
     scores: str = "scores"
     lowest: bool = False

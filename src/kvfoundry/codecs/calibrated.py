@@ -66,6 +66,7 @@ class Calibration:
                     f"the calibration {self.source!r} was measured on another model ({name} {measured!r}, here "
                     f"{identity.get(name)!r}); measure one for {shape.family} with `kvfoundry calibrate`."
                 )
+
     def save(self, path: str | Path) -> None:
         """Write a safetensors file; DataError when it cannot be written."""
         tensors: dict[str, Tensor] = {}
