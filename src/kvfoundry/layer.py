@@ -39,8 +39,8 @@ ROLLBACK = 64
 class Prompt:
     """What the layers of one cache share.
 
-    tokens: where the prompt ends, None until it is known. losses: what the codec was measured to lose. nbytes, peak_nbytes: bytes that all layers hold together, as
-    each of them last noted, and the largest sum so far.
+    tokens: where the prompt ends, None until it is known. losses: what the codec was measured to lose.
+    nbytes, peak_nbytes: bytes that all layers hold together, as each of them last noted, and the largest sum so far.
     """
 
     tokens: int | None = None
@@ -91,9 +91,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         self.rows_lost_at = 0  # columns seen when rows were last dropped
         self._acting = Acting(self.method, self.rope)
         coded = self.method.codec is not None and self.rule.span is None
-        self._coding = (
-            Coding(self.method, self.layer_idx, self.num_layers, self.family, self.rope) if coded else None
-        )
+        self._coding = Coding(self.method, self.layer_idx, self.num_layers, self.family, self.rope) if coded else None
         self._pages: PageState | None = None
         self._read_budget: Tensor | None = None
         self.reconstructed = False
