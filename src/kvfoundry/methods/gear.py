@@ -37,4 +37,4 @@ def gear(
     if block > 256:
         raise SpecError(f"gear: a block has at most 256 tokens, so that a place in it takes one byte; got {block}.")
     shared = (bits, rank, float(outlier_ratio), block, loops)
-    return Piece(codec=KVCodec(GearKeys(*shared), GearValues(*shared, group=group)))  # type: ignore[call-arg]
+    return Piece(codec=KVCodec(GearKeys(*shared), GearValues(*shared, group=group)))
