@@ -11,6 +11,7 @@ from kvfoundry.layer import CacheLayer
 from kvfoundry.layouts import CodedRows
 from kvfoundry.method import Method
 from kvfoundry.prompt_mask import PromptMask
+from kvfoundry.rope import Rope
 
 SPECS = [
     "int8(group=16)",
@@ -46,11 +47,16 @@ def rows_of(batch: int, tokens: int, dim: int = 32, seed: int = 0, dtype: torch.
 
 
 def feed(
-    spec: str | Method, rows: Any, pieces: list[int], mask: Tensor | None = None, prompt: int | None = None
+    spec: str | Method,
+    rows: Any,
+    pieces: list[int],
+    mask: Tensor | None = None,
+    prompt: int | None = None,
+    rope: Rope | None = None,
 ) -> Any:
     """A layer that got the rows in pieces; `prompt` announces how many of them are the prompt."""
     query, key, value = rows
-    layer, start = CacheLayer(Method.parse(spec)), 0
+    layer, start = CacheLayer(Method.parse(spec), rope=rope), 0
     layer.prompt.tokens = prompt
     for size in pieces:
         part = slice(start, start + size)

@@ -100,9 +100,10 @@ class _Gear(Codec):
         return {"left": left.to(dtype)}, {"right": right.to(dtype)}
 
     def _with_residual(self, base: Tensor, rows: Parts, tables: Parts) -> Tensor:
-        if self.rank == 0:
-            return base
-        return base + (tables["right"].float() @ rows["left"].float()[..., None])[..., 0]
+        # One rank after the other: a product of matrices would copy the table of a block for each of its rows.
+        for i in range(self.rank):
+            base = torch.addcmul(base, tables["right"][..., i].float(), rows["left"][..., i : i + 1].float())
+        return base
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,12 @@ def column_dtype(width: int) -> torch.dtype:
 
 def put(rows: Tensor, values: Tensor, columns: Tensor) -> Tensor:
     """Rows [..., width] with the numbers `values` [..., n] in `columns` [..., n]; column `width` is nowhere."""
-    wide = torch.nn.functional.pad(rows, (0, 1))
-    return wide.scatter(-1, columns.long(), values.to(rows.dtype))[..., :-1]
+    result = rows.flatten(0, -2).clone()
+    columns, values = columns.flatten(0, -2), values.flatten(0, -2)
+    present = columns.long() < rows.shape[-1]
+    row = torch.arange(result.shape[0], device=rows.device)[:, None].expand_as(present)
+    result[row[present], columns[present].long()] = values[present].to(rows.dtype)
+    return result.view_as(rows)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from kvfoundry.layouts.rectangles import appended, cut, gathered, span
 
 # Rows that are encoded at once: the temporaries of a long prompt stay small.
 _ENCODED_AT_ONCE = 1 << 14
+# Rows that are decoded at once where each needs the tables of its block picked for it.
+_ROWS_WITH_TABLES = 64
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,15 @@ class CodedSide:
         plain = self.block_of is None and not bool(self.firsts.any()) and int(self.counts.min()) >= stop
         if plain and start % block == 0 and stop % block == 0:
             return self._back(self._whole_blocks(start, stop, dtype, positions), turned)
-        return self.at(index, dtype, positions, turned=turned)
+        if not self.tables:
+            return self.at(index, dtype, positions, turned=turned)
+        # Tables are picked for every row here, so fewer rows at a time keep them as small as a tile.
+        step = _ROWS_WITH_TABLES
+        pieces = [
+            self.at(index[:, :, i : i + step], dtype, positions[:, :, i : i + step], turned=turned)
+            for i in range(0, max(1, stop - start), step)
+        ]
+        return torch.cat(pieces, dim=2)
 
     def at(self, index: Tensor, dtype: torch.dtype, positions: Tensor, *, turned: bool = False) -> Tensor:
         """Rows `index` [batch, heads, n] of every head, decoded: [batch, heads, n, dim]; finite where there is none."""
