@@ -257,3 +257,13 @@ def test_a_model_whose_key_channels_do_not_suit_a_codec_is_named_once(own_model)
         warnings.simplefilter("error", LossyCodecWarning)
         model(ids, past_key_values=fine)
     assert fine.notes == [] and fine.prompt.losses.by_layer
+
+
+@pytest.mark.parametrize("spec", ["kvzip(budget=0.5)+int4(group=8)", "kvzip(budget=0.5)+kivi(group=8, residual=8)"])
+def test_a_reconstructed_prompt_is_written_after_the_second_pass(spec, tiny_model, tokenizer):
+    prompt = " ".join(f"w{3 + 7 * i % 120}" for i in range(200))
+    found = kvfoundry.generate(tiny_model("llama"), tokenizer, prompt, spec, max_new_tokens=4, details=True)
+    bare = kvfoundry.generate(
+        tiny_model("llama"), tokenizer, prompt, spec.split("+")[0], max_new_tokens=4, details=True
+    )
+    assert found.kept_rows == bare.kept_rows and found.stored_bytes < 0.75 * bare.stored_bytes
