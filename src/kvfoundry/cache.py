@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from kvfoundry import compat
 from kvfoundry.attention import attach, backend_of, family_of
+from kvfoundry.calibration import identity_of
 from kvfoundry.coding import Losses
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
 from kvfoundry.kernels.attention import backend
@@ -183,7 +184,7 @@ def _shape(model: PreTrainedModel) -> ModelShape:
     full = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
     query_heads = getattr(config, "num_attention_heads", 1)
     kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
-    return ModelShape(family_of(model), len(types), full, query_heads, kv_heads)
+    return ModelShape(family_of(model), len(types), full, query_heads, kv_heads, partial(identity_of, model))
 
 
 def _layers(model: PreTrainedModel, method: Method, prompt: Prompt) -> list[Any]:

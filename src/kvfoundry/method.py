@@ -179,7 +179,8 @@ class Method:
     def fitted(self, shape: ModelShape) -> Method:
         """The same recipe for one model; SpecError when it holds something that was measured on another."""
         budget = None if self.budget is None else self.budget.fitted(shape)
-        return replace(self, budget=budget, heads=self.heads.fitted(shape))
+        codec = None if self.codec is None else self.codec.fitted(shape)
+        return replace(self, budget=budget, heads=self.heads.fitted(shape), codec=codec)
 
     def acts_on(self, layer_idx: int) -> bool:
         """Whether rows of this layer (counted among the full-attention layers) are ever dropped."""

@@ -11,6 +11,7 @@ from kvfoundry.layer import CacheLayer
 from kvfoundry.layouts import CodedRows
 from kvfoundry.method import Method
 from kvfoundry.prompt_mask import PromptMask
+from kvfoundry.rope import Rope
 
 SPECS = [
     "int8(group=16)",
@@ -22,7 +23,21 @@ SPECS = [
     "kivi(bits=2, group=16, residual=32)",
     "kivi(bits=4, group=16, residual=32, flow=paper)",
     "rotate()+int4(group=16)",
+    "gear(bits=4, rank=2, block=16, group=16)",
+    "gear(bits=3, rank=0, block=32)",
+    "kvquant(bits=3, outliers=0.05)",
+    "kvquant(bits=2, first=3, q_norm=True)",
 ]
+
+
+def prompt_of(spec: str, tokens: int) -> int | None:
+    """What to announce as the prompt: all tokens for a codec that settles on the prompt, else nothing."""
+    codec = Method.parse(spec).codec
+    return tokens if codec is not None and codec.fits else None
+
+
+# Codecs that write every head by itself; the others share levels among the heads of a layer.
+HEAD_BY_HEAD = [spec for spec in SPECS if prompt_of(spec, 1) is None]
 
 
 def rows_of(batch: int, tokens: int, dim: int = 32, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
@@ -32,11 +47,16 @@ def rows_of(batch: int, tokens: int, dim: int = 32, seed: int = 0, dtype: torch.
 
 
 def feed(
-    spec: str | Method, rows: Any, pieces: list[int], mask: Tensor | None = None, prompt: int | None = None
+    spec: str | Method,
+    rows: Any,
+    pieces: list[int],
+    mask: Tensor | None = None,
+    prompt: int | None = None,
+    rope: Rope | None = None,
 ) -> Any:
     """A layer that got the rows in pieces; `prompt` announces how many of them are the prompt."""
     query, key, value = rows
-    layer, start = CacheLayer(Method.parse(spec)), 0
+    layer, start = CacheLayer(Method.parse(spec), rope=rope), 0
     layer.prompt.tokens = prompt
     for size in pieces:
         part = slice(start, start + size)
@@ -55,6 +75,14 @@ def parts(layer: CacheLayer) -> dict[str, Tensor]:
         found |= {f"{name}.{part}": getattr(side, part) for part in ("first", "tail", "counts", "tails", "blocks")}
         for kind in ("rows", "tables", "fixed"):
             found |= {f"{name}.{kind}.{part}": tensor for part, tensor in getattr(side, kind).items()}
+        for part, sparse in side.sparse.items():
+            found |= dict(
+                zip(
+                    (f"{name}.sparse.{part}.{i}" for i in ("counts", "values", "columns")),
+                    sparse.tensors(),
+                    strict=True,
+                )
+            )
         if side.block_of is not None:
             found[f"{name}.block_of"] = side.block_of
     # A head without coded rows may have no such tensor yet, or an empty one.

@@ -10,7 +10,7 @@ from tiny_models import random_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvfoundry
-from kvfoundry.codecs.packing import pack, unpack
+from kvfoundry.codecs.packing import pack, packed_bytes, unpack
 from kvfoundry.codecs.rotation import Rotation, rotation_matrix
 from kvfoundry.coding import LossyCodecWarning
 from kvfoundry.errors import DataError, SpecError
@@ -32,6 +32,10 @@ CODECS = {
     "kivi(bits=2, group={g}, residual=32)": 0.7,
     "kivi(bits=4, group={g}, residual=128, flow=paper)": 0.14,
     "rotate()+int4(group={g})": 0.14,
+    "gear(bits=4, group={g})": 0.12,
+    "gear(bits=3, rank=2, block={g})": 0.25,
+    "kvquant(bits=3)": 0.25,
+    "kvquant(bits=2, outliers=0.02)": 0.45,
 }
 
 
@@ -47,13 +51,14 @@ def test_every_head_size_with_every_group(spec, dim, group):
         assert stored.shape == exact.shape and float((stored - exact).norm() / exact.norm()) < CODECS[spec]
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("count", [1, 7, 8, 72])
 def test_packing_is_reversible_and_fills_bytes_from_the_lowest_bits(bits, count):
     codes = torch.randint(0, 2**bits, (3, 5, count), dtype=torch.uint8)
     packed = pack(codes, bits)
-    assert packed.shape == (3, 5, -(-count * bits // 8)) and torch.equal(unpack(packed, bits, count), codes)
+    assert packed.shape == (3, 5, packed_bytes(count, bits)) and torch.equal(unpack(packed, bits, count), codes)
     assert int(pack(torch.tensor([1, 0, 3], dtype=torch.uint8), 2)) == 0b110001
+    assert pack(torch.tensor([1, 2, 7], dtype=torch.uint8), 3).tolist() == [0b11010001, 1] and packed_bytes(8, 3) == 3
 
 
 @pytest.mark.parametrize("spec", ["kivi(bits=4, residual=0)", "int4(keys=tokens)"])
@@ -178,7 +183,15 @@ def test_attention_never_holds_the_whole_cache_in_full(spec):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("spec", ["kivi(bits=4, group=16, residual=32)", "rotate()+int8(group=16)"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "kivi(bits=4, group=16, residual=32)",
+        "rotate()+int8(group=16)",
+        "gear(bits=4, block=16, rank=2)",
+        "kvquant(bits=3, outliers=0.1)",
+    ],
+)
 def test_tiles_combine_to_what_one_softmax_gives(spec, queries, sinks, softcap, monkeypatch):
     """Against the naive kernel over decoded rows: batch rows and heads of unequal lengths, small tiles."""
     monkeypatch.setattr(

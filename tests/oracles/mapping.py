@@ -47,6 +47,13 @@ class Parameters:
             raise Unmapped(f"the recording has no tensor {name!r}")
         return tuple(tuple(row) for row in tensor.tolist())
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether the recording holds a tensor of this name."""
+        return self._tensor(name) is not None
+
     def without_effect(self, *names: str) -> None:
         """Parameters that the reference accepts and ignores (its notes say so)."""
         for name in names:
@@ -74,16 +81,16 @@ class Claim:
     tokens), "model" (a tiny model, prefill and teacher-forced decoding), "selector" (attention instead of q and k),
     "pages" (what a decode step reads), "one step" (values and attention of one merge), "events" (a tiny model, merges
     in decode), "decoding" (a tiny model, evictions in decode), "codes" (rows under a codec, or its flow through prefill
-    and decode), "plain codes" (every mode of int2, int4 and int8) or "element groups" (groups of single elements).
-    scores: the recorded ranking tensor; lowest: it ranks what goes first, so the smallest stay. inject: the recorded
-    scores are random draws, to be given. merged: which of keys and values are more than copies. draws: the recorded
-    draws of a merge as uniform numbers [1, heads, tokens], made for the first batch row.
-    unlike: the reason why a case cannot be reproduced, a known fault of the reference, or None.
+    and decode), "plain codes" (every mode of int2, int4 and int8), "element groups" (groups of single elements),
+    "kvquant" or "gear" (rows of numbers). scores: the recorded ranking tensor; lowest: it ranks what goes first, so the
+    smallest stay. inject: the recorded scores are random draws, to be given. merged: which of keys and values are more
+    than copies. draws: the recorded draws of a merge as uniform numbers [1, heads, tokens], made for the first batch
+    row. unlike: the reason why a case cannot be reproduced, a known fault of the reference, or None.
     normals: the score takes the recorded normal numbers of every layer (randn0, randn1, ...) in place of its own.
     """
 
     driver: Literal["tensors", "positions", "steps", "model", "selector", "pages", "one step", "events", "decoding",
-                    "codes", "plain codes", "element groups"]  # fmt: skip
+                    "codes", "plain codes", "element groups", "kvquant", "gear"]  # fmt: skip
     recipe: Callable[[Parameters, int], Recipe]
     scores: str = "scores"
     lowest: bool = False
@@ -529,6 +536,30 @@ def _element_groups(p: Parameters, tokens: int) -> Recipe:
     raise Unmapped("no method of ours groups single elements; the driver takes the parameters as they are")
 
 
+def _kvquant(p: Parameters, tokens: int) -> Recipe:
+    p.take("kind")
+    p.without_effect("calib_tokens", "tokens", "heads", "head_dim", "channels", "axis")  # shapes; read by the driver
+    p.without_effect("fisher_weighted", "rope_theta")  # of the calibration and of the model; read by the driver
+    levels = "fitted"
+    if "zero_point_rounded_and_clamped" in p:
+        levels = "grid" if p.take("zero_point_rounded_and_clamped") else "uniform"
+    share = round(1 - p.take("sparsity_threshold"), 9)
+    first = max(0, p.take("first_few_fp16", -1))
+    # Q-Norm has no parameter of its own in the recordings: the moments that it needs are there or not.
+    q_norm = p.has_tensor("norm_scale")
+    spec = f"kvquant(bits={p.take('bits')}, outliers={share}, first={first}, levels={levels}, q_norm={q_norm})"
+    return Recipe(spec)
+
+
+def _gear(p: Parameters, tokens: int) -> Recipe:
+    p.take("kind")
+    # Shapes, and figures that follow from the others on the recorded shapes; read by the driver.
+    p.without_effect("batch", "heads", "tokens", "head_dim", "group_covers", "outliers_per_side_per_row", "method")
+    p.without_effect("levels", "group_size")
+    rank, loops = p.take("rank"), max(1, p.take("power_loops"))
+    return Recipe(_spec("gear", bits=p.take("bits"), rank=rank, outlier_ratio=p.take("sparsity"), loops=loops))
+
+
 CLAIMS: dict[Key, Claim] = {
     ("eviction", "kvcache_factory", "snapkv"): Claim("tensors", _factory_snapkv),
     ("eviction", "kvcache_factory", "h2o"): Claim("tensors", _factory_h2o),
@@ -556,6 +587,8 @@ CLAIMS: dict[Key, Claim] = {
     ("eviction", "kvpress", "merging"): Claim("model", _press_merging, merged=("values",)),
     ("selection", "nacl"): Claim("selector", _nacl, scores="reduced_scores"),
     ("selection", "scissorhands"): Claim("selector", _scissorhands, scores="importance"),
+    ("quantization", "kvquant"): Claim("kvquant", _kvquant),
+    ("quantization", "gear"): Claim("gear", _gear),
     ("quantization", "plain"): Claim("plain codes", _plain_codes),
     ("quantization", "kivi"): Claim("codes", _kivi),
     ("quantization", "kvcache_factory_hqq"): Claim("element groups", _element_groups),

@@ -20,12 +20,13 @@ from .mapping import Claim, Recipe, Unmapped, recipe_for
 
 def replay(case: Case, claim: Claim) -> None:
     """Run the case with the driver of its claim; AssertionError names the first difference."""
-    from . import codes, merges, pages, selectors
+    from . import codes, gear, kvquant, merges, pages, selectors
 
     drivers = {"tensors": _tensors, "positions": _positions, "steps": _steps, "model": _model}
     drivers |= {"selector": selectors.replay, "pages": pages.replay}
     drivers |= {"one step": merges.replay_step, "events": merges.replay_events, "decoding": _decoding}
     drivers |= dict.fromkeys(("plain codes", "codes", "element groups"), codes.replay)
+    drivers |= {"kvquant": kvquant.replay, "gear": gear.replay}
     drivers[claim.driver](case, claim)
 
 

@@ -10,6 +10,7 @@ import typer
 
 import kvfoundry
 from kvfoundry.analysis.command import analyze_app
+from kvfoundry.cli.calibrate import calibrate
 from kvfoundry.cli.demo import demo
 from kvfoundry.cli.evaluate import eval_app
 from kvfoundry.cli.methods import methods
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(run)
 app.command()(methods)
+app.command()(calibrate)
 app.add_typer(eval_app, name="eval")
 app.add_typer(analyze_app, name="analyze")
 

@@ -1,9 +1,10 @@
 """The contract of a codec: rows of one head in, small tensors out, and back.
 
-Storage knows three kinds of tensors, and every codec says by name which it has:
+Storage knows four kinds of parts, and every codec says by name which it has:
 
     rows    one entry per row: packed codes [row, bytes], a scale per token, ...
     tables  one entry per block of `block` consecutive rows of one head: a scale per channel, a low-rank factor, ...
+    sparse  a few numbers per row with their columns, another number of them in every row
     fixed   one entry per head of every batch row, settled once from the prompt (`fit`): thresholds, channels, ...
 
 Rows are addressed singly. Reordering, cropping, ragged heads and eviction pick entries of `rows` (and the tables that
@@ -22,9 +23,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, dtype
 
+from kvfoundry.codecs.sparse import SparseRows
+
 if TYPE_CHECKING:
     from kvfoundry.codecs.rotation import Rotation
     from kvfoundry.rope import Rope
+    from kvfoundry.selection.budgets import ModelShape
 
 # name -> tensor. Names are the codec's own; storage treats all alike.
 Parts = dict[str, Tensor]
@@ -48,11 +52,14 @@ class Site:
 class Encoded:
     """What `Codec.encode` gives back.
 
-    rows: [blocks, block, ...] each, contiguous in memory. tables: [blocks, ...] each.
+    rows: [blocks, block, ...] each, contiguous in memory. tables: [blocks, ...] each. sparse: numbers that are kept
+    exactly, of all rows one after the other. `decode` finds the numbers of a sparse part `x` among its rows as
+    `x.values` and `x.columns` [*leading, n], column dim where a row has fewer than n.
     """
 
     rows: Parts
     tables: Parts = field(default_factory=dict)
+    sparse: dict[str, SparseRows] = field(default_factory=dict)
 
 
 class Codec(ABC):
@@ -98,9 +105,17 @@ class Codec(ABC):
         """Whether `at` needs the RoPE of the model."""
         return False
 
+    def fitted(self, shape: ModelShape) -> Codec:
+        """The codec for this model; SpecError when it was calibrated on another. Called when a cache is built."""
+        return self
+
     def at(self, site: Site) -> Codec:
         """The codec for one layer; raises SpecError where it cannot serve it. Called before the first token."""
         return self
+
+    def prepared(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Rows [batch, heads, rows, dim] as `fit` wants them; positions [batch, heads, rows], -1 where is none."""
+        return rows
 
     def fit(self, rows: Tensor, valid: Tensor, query: Tensor | None) -> Parts:
         """What is settled once, from the rows that the prompt leaves after eviction: name -> [batch, heads, ...].
@@ -156,6 +171,10 @@ class KVCodec:
     def needs_rope(self) -> bool:
         """Whether one of the sides works with the RoPE of the model."""
         return self.keys.needs_rope or self.values.needs_rope
+
+    def fitted(self, shape: ModelShape) -> KVCodec:
+        """The pair for one model."""
+        return replace(self, keys=self.keys.fitted(shape), values=self.values.fitted(shape))
 
     def at(self, keys: Site, values: Site) -> KVCodec:
         """The pair for one layer; sites differ in head_dim where keys and values do."""

@@ -62,7 +62,7 @@ class CodedRows(Layout):
         valid = view.valid
         turned = view.keys if codec.rotation is None else codec.rotation.turn(view.keys)
         turned_query = query if codec.rotation is None or query is None else codec.rotation.turn(query)
-        fixed_keys: Parts = codec.keys.fit(turned, valid, turned_query)
+        fixed_keys: Parts = codec.keys.fit(codec.keys.prepared(turned, view.head_positions), valid, turned_query)
         fixed_values: Parts = codec.values.fit(view.values, valid, query)
         lengths = view.lengths.clone()
         rows = cls(

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from kvfoundry.codecs.base import Codec, Encoded, Parts
 from kvfoundry.codecs.rotation import Rotation
+from kvfoundry.codecs.sparse import SparseRows
 from kvfoundry.layouts.base import owned
 from kvfoundry.layouts.rectangles import appended, cut, gathered, span
 
 # Rows that are encoded at once: the temporaries of a long prompt stay small.
 _ENCODED_AT_ONCE = 1 << 14
+# Rows that are decoded at once where each needs the tables of its block picked for it.
+_ROWS_WITH_TABLES = 64
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class CodedSide:
     tables: name -> [blocks, ...] head after head; blocks: [batch, heads] of each head, on the CPU.
     block_of: [slots] block of every row, counted within its head; None while all blocks are whole.
     fixed: name -> [batch, heads, ...].
+    sparse: name -> a few numbers of every slot.
     """
 
     codec: Codec
@@ -41,6 +45,7 @@ class CodedSide:
     tables: Parts = field(default_factory=dict)
     fixed: Parts = field(default_factory=dict)
     block_of: Tensor | None = None
+    sparse: dict[str, SparseRows] = field(default_factory=dict)
 
     @classmethod
     def of(cls, codec: Codec, rotation: Rotation | None, rows: Tensor, lengths: Tensor, fixed: Parts) -> CodedSide:
@@ -65,6 +70,8 @@ class CodedSide:
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that holds memory."""
         yield from (self.first, self.tail, *self.rows.values(), *self.tables.values(), *self.fixed.values())
+        for part in self.sparse.values():
+            yield from part.tensors()
         if self.block_of is not None:
             yield self.block_of
 
@@ -132,6 +139,7 @@ class CodedSide:
         return replace(
             self,
             rows=_interleaved(self.rows, new_rows, self.counts, added),
+            sparse=_interleaved_sparse(self.sparse, encoded.sparse, self.counts, added),
             tables=_interleaved(self.tables, new_tables, self.blocks, new_blocks),
             block_of=block_of,
             counts=self.counts + added,
@@ -196,8 +204,9 @@ class CodedSide:
             return replace(self, counts=counts)  # all coded rows stay where they are
         slots = (self._starts.flatten()[source] + number).to(device)
         rows = {name: tensor[slots] for name, tensor in self.rows.items()}
+        sparse = {name: part.rows(slots) for name, part in self.sparse.items()}
         if not self.tables:
-            return replace(self, rows=rows, counts=counts, blocks=torch.zeros_like(counts))
+            return replace(self, rows=rows, sparse=sparse, counts=counts, blocks=torch.zeros_like(counts))
         local = number // block if self.block_of is None else self.block_of[slots].cpu().long()
         blocks_before = int(self.blocks.sum())
         used, refers = torch.unique(
@@ -214,6 +223,7 @@ class CodedSide:
         return replace(
             self,
             rows=rows,
+            sparse=sparse,
             tables={name: tensor[(used % blocks_before).to(device)] for name, tensor in self.tables.items()},
             block_of=None if whole else local.to(device, dtype),
             counts=counts,
@@ -230,7 +240,15 @@ class CodedSide:
         plain = self.block_of is None and not bool(self.firsts.any()) and int(self.counts.min()) >= stop
         if plain and start % block == 0 and stop % block == 0:
             return self._back(self._whole_blocks(start, stop, dtype, positions), turned)
-        return self.at(index, dtype, positions, turned=turned)
+        if not self.tables:
+            return self.at(index, dtype, positions, turned=turned)
+        # Tables are picked for every row here, so fewer rows at a time keep them as small as a tile.
+        step = _ROWS_WITH_TABLES
+        pieces = [
+            self.at(index[:, :, i : i + step], dtype, positions[:, :, i : i + step], turned=turned)
+            for i in range(0, max(1, stop - start), step)
+        ]
+        return torch.cat(pieces, dim=2)
 
     def at(self, index: Tensor, dtype: torch.dtype, positions: Tensor, *, turned: bool = False) -> Tensor:
         """Rows `index` [batch, heads, n] of every head, decoded: [batch, heads, n, dim]; finite where there is none."""
@@ -256,8 +274,15 @@ class CodedSide:
     def _back(self, rows: Tensor, turned: bool) -> Tensor:
         return rows if self.rotation is None or turned else self.rotation.turn_back(rows)
 
-    def _decoded(self, slots: Tensor, number: Tensor, coded: Tensor, dtype: torch.dtype, positions: Tensor) -> Tensor:
+    def _entries(self, slots: Tensor) -> Parts:
+        """Row entries of the slots; sparse parts as rectangles."""
         rows = {name: tensor[slots] for name, tensor in self.rows.items()}
+        for name, part in self.sparse.items():
+            rows[f"{name}.values"], rows[f"{name}.columns"] = part.padded(slots, self.tail.shape[3])
+        return rows
+
+    def _decoded(self, slots: Tensor, number: Tensor, coded: Tensor, dtype: torch.dtype, positions: Tensor) -> Tensor:
+        rows = self._entries(slots)
         tables: Parts = {}
         if self.tables:
             local = number // self.codec.block if self.block_of is None else self.block_of[slots].long()
@@ -269,7 +294,7 @@ class CodedSide:
     def _whole_blocks(self, start: int, stop: int, dtype: torch.dtype, positions: Tensor) -> Tensor:
         block, device = self.codec.block, self.tail.device
         slots = self._starts.to(device)[..., None] + torch.arange(start, stop, device=device)
-        rows = {name: tensor[slots].unflatten(2, (-1, block)) for name, tensor in self.rows.items()}
+        rows = {name: tensor.unflatten(2, (-1, block)) for name, tensor in self._entries(slots).items()}
         at = self._block_starts.to(device)[..., None] + torch.arange(start // block, stop // block, device=device)
         tables = {name: tensor[at][:, :, :, None] for name, tensor in self.tables.items()}
         fixed = {name: tensor[:, :, None, None] for name, tensor in self.fixed.items()}
@@ -281,7 +306,9 @@ def _joined(pieces: list[Encoded]) -> Encoded:
     if len(pieces) == 1:
         return pieces[0]
     rows = {name: torch.cat([piece.rows[name] for piece in pieces]) for name in pieces[0].rows}
-    return Encoded(rows, {name: torch.cat([piece.tables[name] for piece in pieces]) for name in pieces[0].tables})
+    tables = {name: torch.cat([piece.tables[name] for piece in pieces]) for name in pieces[0].tables}
+    sparse = {name: SparseRows.joined([piece.sparse[name] for piece in pieces]) for name in pieces[0].sparse}
+    return Encoded(rows, tables, sparse)
 
 
 def _interleaved(old: Parts, new: Parts, before: Tensor, added: Tensor) -> Parts:
@@ -290,7 +317,22 @@ def _interleaved(old: Parts, new: Parts, before: Tensor, added: Tensor) -> Parts
         return new
     if not new:
         return old
+    order = _by_head(before, added)
+    return {name: torch.cat([old[name], new[name]])[order.to(new[name].device)] for name in new}
+
+
+def _interleaved_sparse(
+    old: dict[str, SparseRows], new: dict[str, SparseRows], before: Tensor, added: Tensor
+) -> dict[str, SparseRows]:
+    if not old or not new:
+        return new or old
+    order = _by_head(before, added)
+    parts = {name: SparseRows.joined([old[name], new[name]]) for name in new}
+    return {name: part.rows(order.to(part.counts.device)) for name, part in parts.items()}
+
+
+def _by_head(before: Tensor, added: Tensor) -> Tensor:
+    """The order of all old entries, then all new ones, that puts those of a head together, old ones first."""
     number = torch.arange(before.numel())
     owner = torch.cat([number.repeat_interleave(before.flatten()), number.repeat_interleave(added.flatten())])
-    order = owner.argsort(stable=True)
-    return {name: torch.cat([old[name], new[name]])[order.to(new[name].device)] for name in new}
+    return owner.argsort(stable=True)

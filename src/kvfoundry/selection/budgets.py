@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,13 +43,17 @@ def resolved(amount: Amount, seen: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a budget may want to know of a model: its layers, those with full attention, and the heads of a layer."""
+    """What a method may want to know of a model: its layers, those with full attention, and the heads of a layer.
+
+    identity: what tells this model from another (`kvfoundry.calibration.identity_of`), for what was measured on one.
+    """
 
     family: str
     layers: int
     full_layers: tuple[int, ...]
     query_heads: int
     kv_heads: int
+    identity: Callable[[], dict[str, Any]] = dict
 
 
 class LayerBudget(ABC):
