@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kvfoundry.codecs.minicache import LayerPairs
 from kvfoundry.errors import SpecError
 from kvfoundry.merging import Disposal
 from kvfoundry.reading import Reader
@@ -65,6 +66,7 @@ class Piece:
     refine: Refinement | None = None
     dispose: Disposal | None = None
     read: Reader | None = None
+    pairs: LayerPairs | None = None
     protect: Protect | None = None
     schedule: Schedule | None = None
     granularity: Granularity | None = None
@@ -97,6 +99,7 @@ class Method:
     refine: Refinement | None = field(default=None, compare=False)
     dispose: Disposal | None = field(default=None, compare=False)
     read: Reader | None = field(default=None, compare=False)
+    pairs: LayerPairs | None = field(default=None, compare=False)
     protect: Protect = field(default=Protect(), compare=False)
     schedule: Schedule = field(default=Schedule(), compare=False)
     granularity: Granularity = field(default="kv_head", compare=False)
@@ -139,6 +142,8 @@ class Method:
             return "the model to repeat its context"
         if self.score is not None and self.score.needs_rope:
             return "the model's RoPE"
+        if self.pairs is not None:
+            return "the rows of neighbouring layers"
         if self.refine is not None and self.refine.needs_module:
             return "the model's output projections"
         return None

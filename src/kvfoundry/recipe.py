@@ -51,6 +51,7 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
         raise SpecError(f"{idle[0]} keeps every row, but {claimed_by['budget']} drops some; use one of them.")
     _check_budget(method)
     _check_schedule(method)
+    _check_pairs(method)
     return method if method.budget is None else method.replace(budget=method.budget.holding(method.protect))
 
 
@@ -88,6 +89,19 @@ def _check_budget(method: Method) -> None:
             f"{method}: a budget of {amount} rows cannot hold the rows that are always kept "
             f"({protect.sinks} first and {protect.recent} newest tokens); raise the budget or protect fewer."
         )
+
+
+def _check_pairs(method: Method) -> None:
+    """Layers that share their rows must hold the same tokens."""
+    if method.pairs is None:
+        return
+    if method.evicts:
+        raise SpecError(
+            f"{method}: minicache merges the rows of two layers, so both must hold the same tokens, but the layers "
+            "choose for themselves which rows they drop; use minicache alone."
+        )
+    if method.read is not None:
+        raise SpecError(f"{method}: merged rows of two layers are not read by pages; use minicache alone.")
 
 
 def _check_schedule(method: Method) -> None:

@@ -72,14 +72,15 @@ class Claim:
 
     driver: "tensors" (q, k, v of one layer), "positions" (no tensors: any will do), "steps" (prefill, then single
     tokens), "model" (a tiny model, prefill and teacher-forced decoding), "selector" (attention instead of q and k),
-    "pages" (what a decode step reads), "one step" (values and attention of one merge) or "events" (a tiny model, merges
-    in decode). scores: the recorded ranking tensor; lowest: it ranks what goes first, so the smallest stay. inject: the
+    "pages" (what a decode step reads), "one step" (values and attention of one merge), "events" (a tiny model, merges
+    in decode), "channels" and "channels of a model" (pruned keys), or "layer pair" (rows of two layers). scores: the recorded ranking tensor; lowest: it ranks what goes first, so the smallest stay. inject: the
     recorded scores are random draws, to be given. merged: which of keys and values are more than copies. draws: the
     recorded draws of a merge as uniform numbers [1, heads, tokens], made for the first batch row.
     normals: the score takes the recorded normal numbers of every layer (randn0, randn1, ...) in place of its own.
     """
 
-    driver: Literal["tensors", "positions", "steps", "model", "selector", "pages", "one step", "events"]
+    driver: Literal["tensors", "positions", "steps", "model", "selector", "pages", "one step", "events", "channels",
+                    "channels of a model", "layer pair"]
     recipe: Callable[[Parameters, int], Recipe]
     scores: str = "scores"
     lowest: bool = False
@@ -455,7 +456,37 @@ def _quest(p: Parameters, tokens: int) -> Recipe:
     return Recipe(_spec("quest", budget=budget, page=page, recent=recent, skip_layers=0, granularity="query_head"))
 
 
+# --- codecs that are no quantizers ------------------------------------------------------------------------------------
+
+
+def _factory_think(p: Parameters, tokens: int) -> Recipe:
+    """The energy of the queries is that of the last 32, whatever the window of the selection."""
+    granularity = p.take("kv_cache_granularity", "query_head")
+    think = _spec("think", ratio=p.take("ratio"), window=32, recent=p.take("recent_size"), granularity=granularity)
+    if "pruner-only" in p.case_id:
+        return Recipe(think)
+    return Recipe(f"{_spec('snapkv', **_window(p), granularity=granularity)}+{think}")
+
+
+def _press_think(p: Parameters, tokens: int) -> Recipe:
+    ratio = p.take("key_channel_compression_ratio")
+    return Recipe(_spec("think", ratio=ratio, window=p.take("window_size"), recent=0))
+
+
+def _minicache(p: Parameters, tokens: int) -> Recipe:
+    p.without_effect("batch", "kv_heads", "tokens", "head_dim", "special", "eps")
+    share, count = p.take("retention_ratio"), p.take("retention_count")
+    if count is not None:  # a share that rounds up to this many rows
+        share = max(0.0, (count - 0.5) / tokens)
+    return Recipe(_spec("minicache", t=float(p.take("interpolation")), retention=float(share)))
+
+
 CLAIMS: dict[Key, Claim] = {
+    ("eviction", "kvcache_factory", "think"): Claim("channels", _factory_think),
+    ("eviction", "papers", "think"): Claim("channels", _factory_think),
+    ("eviction", "kvpress", "think"): Claim("channels of a model", _press_think),
+    ("eviction", "kvcache_factory", "minicache"): Claim("layer pair", _minicache),
+    ("cross_layer", "minicache"): Claim("layer pair", _minicache),
     ("eviction", "kvcache_factory", "snapkv"): Claim("tensors", _factory_snapkv),
     ("eviction", "kvcache_factory", "h2o"): Claim("tensors", _factory_h2o),
     ("eviction", "kvcache_factory", "l2norm"): Claim("tensors", _factory_l2norm, lowest=True),

@@ -44,6 +44,11 @@ def widened(positions: Tensor, last_position: int) -> Tensor:
     return positions if fits else positions.to(torch.int32)
 
 
+def per_head(counts: Tensor, lengths: Tensor) -> Tensor:
+    """Counts per batch row, [batch] or already [batch, heads], with the heads of `lengths`."""
+    return (counts[:, None] if counts.dim() == 1 else counts).expand_as(lengths)
+
+
 @dataclass(frozen=True)
 class RowsView:
     """Rows as rectangles. Slots at or behind a head's length hold zeros, with position -1.
@@ -89,6 +94,28 @@ class Stretches:
         return replace(self, lengths=lengths)
 
 
+@dataclass(frozen=True)
+class Block:
+    """Rows of some heads of some batch rows as rectangles, in place.
+
+    keys, values: [batch, heads, rows, dim] and positions: [batch, heads or 1, rows] of the batch rows and heads that the
+    slices name; complete: none of these heads has padding behind its rows.
+    """
+
+    batch: slice
+    heads: slice
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    complete: bool
+
+    def query_heads(self, groups: int) -> slice:
+        """The query heads that read these heads, `groups` of them each."""
+        if self.heads == slice(None):
+            return self.heads
+        return slice(self.heads.start * groups, self.heads.stop * groups)
+
+
 class Layout(ABC):
     """Rows of one layer for every batch row and head. Rows are stored in ascending position order."""
 
@@ -111,8 +138,9 @@ class Layout(ABC):
     ) -> Layout:
         """Store new rows behind the old ones and return the layout that now holds them.
 
-        keys, values: [batch, heads, tokens, dim], real tokens first; positions: [batch, tokens], -1 behind them.
-        counts: real tokens per batch row, on the CPU; None when all are real. last_position: the largest of positions.
+        keys, values: [batch, heads, tokens, dim], real tokens first; positions: [batch, tokens], or [batch, heads or 1,
+        tokens] where heads take different ones, -1 behind the real ones. counts: real tokens per batch row, [batch] or
+        [batch, heads], on the CPU; None when all are real. last_position: the largest of positions.
         """
 
     @abstractmethod
