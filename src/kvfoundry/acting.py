@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from kvfoundry.columns import picked_columns
+from kvfoundry.columns import newest
 from kvfoundry.errors import CacheStateError
 from kvfoundry.layouts import Layout
 from kvfoundry.layouts.base import Reading
@@ -138,12 +138,7 @@ class Acting:
         if self._window is not None:
             query = torch.cat([self._window[0], query], dim=2)
             positions = torch.cat([self._window[1], positions], dim=1)
-        if bool((positions >= 0).all()):
-            query, positions = query[:, :, -size:], positions[:, -size:]
-        else:
-            # Newest last, padding first: the order of positions, cut to the window.
-            order = positions.argsort(dim=1)[:, -size:]
-            query, positions = picked_columns(query, order), positions.gather(1, order)
+        query, positions = newest(query, positions, size)
         # A slice would keep the storage of the whole call alive.
         self._window = (query.clone(), positions.clone()) if keep else (query, positions)
 

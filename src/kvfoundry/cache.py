@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from kvfoundry import compat
 from kvfoundry.attention import attach, backend_of, family_of
+from kvfoundry.coding import Losses
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
 from kvfoundry.kernels.attention import backend
 from kvfoundry.layer import CacheLayer, Prompt, storage_bytes
@@ -109,13 +110,17 @@ class KVCache(Cache):
     @property
     def notes(self) -> list[str]:
         """What a reader of results must know: methods that did not act, and why."""
-        if self.method.evicts and not self._full_layers():
+        lost = self.prompt.losses.sentence(self.method)
+        return [*([] if lost is None else [lost]), *self._idle_notes()]
+
+    def _idle_notes(self) -> list[str]:
+        if (self.method.evicts or self.method.codec is not None) and not self._full_layers():
             return [f"{self.method} acts on no layer: all attention layers of this model have a window of their own."]
         if self.method.pairs is not None:
             return [] if self.pairs else [f"{self.method} acts on no layer: this model has no pair of layers there."]
         if self.method.evicts and not any(layer.evicts for layer in self.attention_layers):
             return [f"{self.method} acts on no layer: it skips all {len(self._full_layers())} full-attention layers."]
-        if self.method.read is not None and not self.method.evicts:
+        if self.method.read is not None and not self.method.evicts and self.method.codec is None:
             return [
                 f"{self.method} drops nothing: it reads fewer rows in decode, and memory is that of the full cache."
             ]
@@ -162,11 +167,13 @@ class KVCache(Cache):
         """Empty the cache; the memory is freed and the next call starts a new prompt."""
         super().reset()
         self.prompt.tokens = None
+        self.prompt.losses = Losses()
         self.prompt.peak_nbytes = 0
 
 
 def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None:
-    if not method.slot_positions and not (method.score is not None and method.score.needs_rope):
+    asks = method.slot_positions or (method.score is not None and method.score.needs_rope)
+    if not asks and not (method.codec is not None and method.codec.needs_rope):
         return None
     rope = Rope.of(model, layer_idx)
     if method.slot_positions and rope.depends_on_length:

@@ -14,3 +14,14 @@ def restored_columns(output: Tensor, gather: Tensor, positions: Tensor, columns:
     index = gather[:, None, :, None].expand(-1, output.shape[1], -1, output.shape[3])
     restored = output.new_zeros(output.shape[0], output.shape[1], columns, output.shape[3])
     return restored.scatter(2, index, output * real)
+
+
+def newest(query: Tensor, positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The `size` queries of every sequence with the highest positions, padding in front.
+
+    query: [batch, query_heads, tokens, head_dim]; positions: [batch, tokens], -1 for padding.
+    """
+    if bool((positions >= 0).all()):
+        return query[:, :, -size:], positions[:, -size:]
+    order = positions.argsort(dim=1)[:, -size:]
+    return picked_columns(query, order), positions.gather(1, order)

@@ -6,8 +6,9 @@ Ours returns the layer itself, so that everything meets in `attend`: query, new 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvfoundry.acting import Acting, Turn
+from kvfoundry.coding import Coding, Losses
 from kvfoundry.columns import picked_columns, restored_columns
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
 from kvfoundry.kernels.attention import AttentionKernel, backend
@@ -38,11 +40,12 @@ ROLLBACK = 64
 class Prompt:
     """What the layers of one cache share.
 
-    tokens: where the prompt ends, None until it is known. nbytes, peak_nbytes: bytes that all layers hold together, as
+    tokens: where the prompt ends, None until it is known. losses: what the codec was measured to lose. nbytes, peak_nbytes: bytes that all layers hold together, as
     each of them last noted, and the largest sum so far.
     """
 
     tokens: int | None = None
+    losses: Losses = field(default_factory=Losses)
     nbytes: int = 0
     peak_nbytes: int = 0
 
@@ -89,6 +92,10 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         self._longest = 0  # the largest of them
         self.rows_lost_at = 0  # columns seen when rows were last dropped
         self._acting = Acting(self.method, self.rope)
+        coded = self.method.codec is not None and self.rule.span is None
+        self._coding = (
+            Coding(self.method, self.layer_idx, self.num_layers, self.family, self.rope) if coded else None
+        )
         self._pages: PageState | None = None
         self._read_budget: Tensor | None = None
         self.reconstructed = False
@@ -195,6 +202,8 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         tokens = mask.tokens(columns, self.seen, self.real, query.device)
         if tokens.gather is not None:
             query, keys, values = (picked_columns(tensor, tokens.gather) for tensor in (query, keys, values))
+        if self._coding is not None:
+            self._coding.enter(keys, values)
         in_prompt = self._enter(columns)
         self._halfway = True
         reading = Reading(
@@ -230,6 +239,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         if self.pair is not None:
             assert self.prompt.tokens is not None
             self.pair.after(self, prompt_open=self.seen < self.prompt.tokens)
+        self._code(query, tokens.positions)
         if columns > 1:
             self.note_bytes()
         self._halfway = False
@@ -326,6 +336,18 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         if dropped:
             self.rows_lost_at, self._pages = self.seen, None
 
+    def _code(self, query: Tensor, positions: Tensor) -> None:
+        """Let the codec write down what is due. Rows that the prompt's end may still drop or mix are left whole."""
+        if self._coding is None:
+            return
+        assert self.rows is not None and self.prompt.tokens is not None
+        prompt_ends, method = self.seen >= self.prompt.tokens, self.method
+        unread = method.reconstructs is not None and not self.reconstructed
+        waits = self.evicts and (unread or (not prompt_ends and method.schedule.prefill != "never"))
+        self.rows = self._coding.after(
+            self.rows, query, positions, self.prompt.losses, prompt_ends=prompt_ends, waits=waits
+        )
+
     def _leave_window(self, columns: int) -> None:
         """Drop rows that no later query can reach, with room for a rollback of the newest tokens."""
         assert self.rows is not None and self.rule.span is not None
@@ -354,6 +376,8 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         if self.rows is not None:
             yield from self.rows.tensors()
         yield from self._acting.tensors()
+        if self._coding is not None:
+            yield from self._coding.tensors()
         if self._pages is not None:
             yield from self._pages.tensors()
 
@@ -452,6 +476,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         self.real = self.real[host]
         self._longest = int(self.real.max())
         self._acting = self._acting.selected(indices)
+        self._coding = None if self._coding is None else self._coding.selected(indices)
         self._read_budget = None if self._read_budget is None else self._read_budget[host]
         self._pages = None if self._pages is None else self._pages.selected(indices)
 
@@ -468,6 +493,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             rope=self.rope,
         )
         twin._acting, twin.reconstructed = self._acting.copied(), self.reconstructed
+        twin._coding = copy.copy(self._coding)
         twin._pages = None if self._pages is None else self._pages.shared()
         twin._read_budget = self._read_budget
         twin.rows = None if self.rows is None else self.rows.shared()

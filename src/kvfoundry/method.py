@@ -14,7 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kvfoundry.codecs.base import RowsCodec
 from kvfoundry.codecs.minicache import LayerPairs
+from kvfoundry.codecs.rotation import Rotation
 from kvfoundry.errors import SpecError
 from kvfoundry.merging import Disposal
 from kvfoundry.reading import Reader
@@ -53,7 +55,7 @@ class Piece:
 
     Two pieces of one recipe must not claim the same axis. `schedule`, `protect`, `granularity` and `group` of a method
     are its defaults and may be refined by the piece of that name. `layers` spreads a uniform budget of another piece
-    over the layers.
+    over the layers. `rotation` turns keys for the `codec` of another piece.
     """
 
     score: Score | None = None
@@ -67,6 +69,8 @@ class Piece:
     dispose: Disposal | None = None
     read: Reader | None = None
     pairs: LayerPairs | None = None
+    codec: RowsCodec | None = None
+    rotation: Rotation | None = None
     protect: Protect | None = None
     schedule: Schedule | None = None
     granularity: Granularity | None = None
@@ -100,6 +104,7 @@ class Method:
     dispose: Disposal | None = field(default=None, compare=False)
     read: Reader | None = field(default=None, compare=False)
     pairs: LayerPairs | None = field(default=None, compare=False)
+    codec: RowsCodec | None = field(default=None, compare=False)
     protect: Protect = field(default=Protect(), compare=False)
     schedule: Schedule = field(default=Schedule(), compare=False)
     granularity: Granularity = field(default="kv_head", compare=False)
@@ -131,6 +136,11 @@ class Method:
         return self.score is not None and self.budget is not None
 
     @property
+    def lossy(self) -> bool:
+        """True when rows that stay are not stored as they were computed: a codec rounds them, layers share them."""
+        return self.codec is not None or self.pairs is not None
+
+    @property
     def takes_budget(self) -> bool:
         """True when a budget parameter exists."""
         return any(name == "budget" for call in self.calls for name, _ in call.arguments)
@@ -144,6 +154,8 @@ class Method:
             return "the model's RoPE"
         if self.pairs is not None:
             return "the rows of neighbouring layers"
+        if self.codec is not None and self.codec.needs_rope:
+            return "the model's RoPE"
         if self.refine is not None and self.refine.needs_module:
             return "the model's output projections"
         return None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, get_args
 
+from kvfoundry.codecs.base import KVCodec
 from kvfoundry.errors import SpecError, unknown_name
 from kvfoundry.method import Call, Method
 from kvfoundry.registry import REQUIRED, Kind, MethodInfo, entry
@@ -46,12 +48,14 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
             axes[axis] = axes[axis] | value if axis == "protect" and axis in axes else value
             claimed_by[axis] = info.name
     _settle_layers(axes, claimed_by)
+    _settle_rotation(axes)
     method = Method(calls=tuple(completed), **axes)
     if idle and method.evicts:
         raise SpecError(f"{idle[0]} keeps every row, but {claimed_by['budget']} drops some; use one of them.")
     _check_budget(method)
     _check_schedule(method)
     _check_pairs(method)
+    _check_codec(method)
     return method if method.budget is None else method.replace(budget=method.budget.holding(method.protect))
 
 
@@ -67,6 +71,20 @@ def _settle_layers(axes: dict[str, Any], claimed_by: dict[str, str]) -> None:
     axes["budget"] = layers.over(budget.amount)
 
 
+def _settle_rotation(axes: dict[str, Any]) -> None:
+    """A rotation is part of the codec that it serves."""
+    rotation, codec = axes.pop("rotation", None), axes.get("codec")
+    if rotation is None:
+        return
+    if codec is None:
+        raise SpecError("rotate turns keys before they are stored as codes; add a codec, for example rotate()+int4().")
+    if not isinstance(codec, KVCodec):
+        raise SpecError("rotate serves codecs that round keys; channels of turned keys mean nothing to think.")
+    if codec.keys.needs_rope:
+        raise SpecError("rotate cannot turn keys that a codec takes back in front of the RoPE; leave rotate out.")
+    axes["codec"] = replace(codec, rotation=rotation)
+
+
 def stores_within(name: str) -> bool:
     """Whether the budget of this registered name bounds what is stored, not what is read."""
     return "budget" in entry(name).axes
@@ -76,7 +94,10 @@ def _check_budget(method: Method) -> None:
     if method.read is not None and method.unread_distance is not None:
         raise SpecError(f"{method}: leaving='skip' hides single rows, which reading by pages cannot; use 'keep'.")
     if method.budget is None:
-        names = {kind: [call.name for call in method.calls if entry(call.name).kind == kind] for kind in Kinds}
+        names = {
+            kind: [call.name for call in method.calls if (info := entry(call.name)).kind == kind and not _codes(info)]
+            for kind in Kinds
+        }
         if names["piece"] and not method.evicts:
             refining, keeping = " and ".join(names["piece"]), " and ".join(names["method"])
             raise SpecError(f"{keeping} drops no rows, so {refining} has nothing to act on.")
@@ -102,6 +123,26 @@ def _check_pairs(method: Method) -> None:
         )
     if method.read is not None:
         raise SpecError(f"{method}: merged rows of two layers are not read by pages; use minicache alone.")
+
+
+def _codes(info: MethodInfo) -> bool:
+    return info.kind == "piece" and set(info.axes) <= {"codec", "rotation"}
+
+
+def _check_codec(method: Method) -> None:
+    if method.codec is None:
+        return
+    if method.pairs is not None:
+        raise SpecError(f"{method}: minicache and a codec both set how rows are stored; use one of them.")
+    if method.read is not None and not method.codec.readable_by_pages:
+        raise SpecError(f"{method}: keys without some of their channels are not read by pages; use one of them.")
+    if method.slot_positions:
+        raise SpecError(f"{method}: slot positions exchange stored keys, which codes do not allow; use 'original'.")
+    if method.dispose is not None and method.schedule.every is not None:
+        raise SpecError(
+            f"{method}: merging in decode changes rows that are stored as codes; merge in the prompt alone, with "
+            "+schedule(prefill='end')."
+        )
 
 
 def _check_schedule(method: Method) -> None:

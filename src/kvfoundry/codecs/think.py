@@ -1,10 +1,62 @@
-"""ThinK: which key channels matter to the queries, and keys without the others. Pure functions.
+"""ThinK: which key channels matter to the queries, and keys without the others.
 
 ThinK: Thinner Key Cache by Query-Driven Pruning, arXiv 2407.21018.
 """
 
-import torch
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
 from torch import Tensor
+
+from kvfoundry.codecs.base import RowsCodec
+
+if TYPE_CHECKING:
+    from kvfoundry.layouts.base import Layout, RowsView
+
+
+@dataclass(frozen=True)
+class KeyChannels(RowsCodec):
+    """Keys without int(head_dim * ratio) of their channels; the last `window` queries of the prompt say which.
+
+    The newest `recent` rows of a head stay whole; a `block` more is pruned as soon as it is there. granularity: one set
+    of channels per stored head, or per query head (which stores a row for each).
+    """
+
+    ratio: float
+    size: int
+    recent: int
+    block: int
+    granularity: Literal["kv_head", "query_head"] = "kv_head"
+
+    readable_by_pages = False
+
+    @property
+    def fits(self) -> bool:
+        return True
+
+    @property
+    def window(self) -> int:
+        return self.size
+
+    def store(self, view: RowsView, query: Tensor | None) -> Layout:
+        from kvfoundry.layouts.base import split_groups
+        from kvfoundry.layouts.channel_pruned import ChannelPrunedRows
+
+        assert query is not None
+        groups = query.shape[1] // view.keys.shape[1]
+        if self.granularity == "query_head" and groups > 1:
+            view = replace(
+                view,
+                keys=view.keys.repeat_interleave(groups, dim=1),
+                values=view.values.repeat_interleave(groups, dim=1),
+                positions=view.head_positions.repeat_interleave(groups, dim=1),
+                lengths=view.lengths.repeat_interleave(groups, dim=1),
+                columns={name: split_groups(column, groups) for name, column in view.columns.items()},
+            )
+        channels = kept_channels(channel_scores(query, view.keys, view.valid), self.ratio)
+        return ChannelPrunedRows.pruned(view, channels, self.recent, self.block)
 
 
 def channel_scores(query: Tensor, keys: Tensor, key_real: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +37,12 @@ def split_groups(column: Tensor, groups: int) -> Tensor:
         return column.repeat_interleave(groups, dim=1)
     batch, heads, rows, _ = column.shape
     return column.transpose(2, 3).reshape(batch, heads * groups, rows, 1)
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """The tensor itself when it alone fills its storage in order, else a compact copy."""
+    exact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if exact and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def widened(positions: Tensor, last_position: int) -> Tensor:
@@ -76,6 +83,23 @@ class RowsView:
         return self.head_positions >= 0
 
 
+class Slots(Protocol):
+    """Rows of all heads in one buffer [slots, dim], picked by slot number: a tensor, or rows that are decoded on the way.
+
+    Slots are asked for head by head: [batch, heads, n], heads a multiple of the stored ones.
+    """
+
+    @property
+    def shape(self) -> Any: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __getitem__(self, slots: Any, /) -> Tensor: ...
+
+    def new_zeros(self, *shape: Any) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Stretches:
     """The rows in place: every head owns a stretch of flat buffers.
@@ -84,8 +108,8 @@ class Stretches:
     CPU.
     """
 
-    keys: Tensor
-    values: Tensor
+    keys: Slots
+    values: Slots
     starts: Tensor
     lengths: Tensor
 
@@ -117,7 +141,12 @@ class Block:
 
 
 class Layout(ABC):
-    """Rows of one layer for every batch row and head. Rows are stored in ascending position order."""
+    """Rows of one layer for every batch row and head. Rows are stored in ascending position order.
+
+    coded: a codec wrote them; new rows wait whole until `flushed`.
+    """
+
+    coded = False
 
     @property
     @abstractmethod
@@ -142,6 +171,19 @@ class Layout(ABC):
         tokens] where heads take different ones, -1 behind the real ones. counts: real tokens per batch row, [batch] or
         [batch, heads], on the CPU; None when all are real. last_position: the largest of positions.
         """
+
+    def kept(self, view: RowsView, slots: Tensor, counts: Tensor) -> Layout:
+        """The rows `slots` of every head, [batch, heads, width] ascending and -1 behind, in memory of their own.
+
+        view: the rows, as merging may have changed them. counts: [batch, heads] slots of each head, on the CPU.
+        """
+        from kvfoundry.layouts.storing import keep_rows
+
+        return keep_rows(view, slots, counts)
+
+    def flushed(self) -> Layout:
+        """The rows with everything encoded that is due; called after attention, so a token is read whole once."""
+        return self
 
     @abstractmethod
     def truncated(self, lengths: Tensor) -> Layout:

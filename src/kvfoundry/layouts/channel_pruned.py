@@ -23,6 +23,8 @@ class ChannelPrunedRows(Layout):
     the oldest `stride` are pruned as soon as more are there.
     """
 
+    coded = True
+
     def __init__(
         self,
         old: WholeRows,
@@ -38,9 +40,8 @@ class ChannelPrunedRows(Layout):
         self._columns = columns or {}
 
     @classmethod
-    def pruned(cls, rows: Layout, channels: Tensor, recent: int, stride: int) -> ChannelPrunedRows:
+    def pruned(cls, view: RowsView, channels: Tensor, recent: int, stride: int) -> ChannelPrunedRows:
         """All rows but the newest `recent` of every head without the other channels."""
-        view = rows.view()
         counts = (view.lengths - recent).clamp(min=0)
         keys = picked_channels(view.keys, channels.long())
         old = front(RowsView(keys, view.values, view.positions, view.lengths), counts)

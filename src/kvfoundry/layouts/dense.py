@@ -15,6 +15,7 @@ from kvfoundry.layouts.base import (
     RowsView,
     Stretches,
     per_head,
+    owned,
     position_dtype,
     split_groups,
     widened,
@@ -62,7 +63,7 @@ class DenseRows(Layout):
             empty = positions[:, None, :, None] < 0
             keys, values = keys.masked_fill(empty, 0.0), values.masked_fill(empty, 0.0)
         # Projections often arrive as views of a larger storage; the cache keeps only what it counts.
-        rows = cls(_owned(keys), _owned(values), _owned(positions[:, None].to(position_dtype(last_position))), lengths)
+        rows = cls(owned(keys), owned(values), owned(positions[:, None].to(position_dtype(last_position))), lengths)
         rows._own_tokens = True
         return rows
 
@@ -228,9 +229,3 @@ class DenseRows(Layout):
             softcap=reading.softcap,
             sinks=reading.sinks,
         )
-
-
-def _owned(tensor: Tensor) -> Tensor:
-    """The tensor itself when it alone fills its storage in order, else a compact copy."""
-    exact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if exact and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfoundry.layouts.base import Slots
+
 
 def page_bounds(keys: Tensor, page: int) -> tuple[Tensor, Tensor]:
     """Smallest and largest key per channel of every page: [..., pages, head_dim] each.
@@ -99,7 +101,7 @@ def _ascending(numbers: Tensor, present: Tensor) -> Tensor:
     return ordered.masked_fill(ordered == beyond, -1)
 
 
-def last_page_bounds(keys: Tensor, starts: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
+def last_page_bounds(keys: Slots, starts: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
     """Bounds of the last, partly filled page of every head: [batch, heads, 1, head_dim] each, 0 where there is none.
 
     keys: [slots, head_dim], of which a head owns `lengths` from `starts` on: [batch, heads].

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvfoundry.layouts import keep_rows
 from kvfoundry.layouts.base import Layout
 from kvfoundry.layouts.dense import DenseRows
 from kvfoundry.selection.evidence import Evidence
@@ -41,7 +40,7 @@ def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor) -> L
         return unchanged
     if method.dispose is not None:
         view = method.dispose(evidence, kept_mask(slots, view), scores)
-    return keep_rows(view, slots, counts)
+    return layout.kept(view, slots, counts)
 
 
 def _chosen(method: Method, evidence: Evidence, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
