@@ -145,7 +145,7 @@ class KVCache(Cache):
         layers = [layer.fork(twin.prompt) if isinstance(layer, CacheLayer) else layer for layer in self.layers]
         Cache.__init__(twin, layers=layers)
         store = self.pairs[0].store.fork() if self.pairs else None
-        twin.pairs = [pair.fork(store, *(layers[i] for i in pair.numbers)) for pair in self.pairs if store is not None]
+        twin.pairs = [] if store is None else [pair.fork(store, layers) for pair in self.pairs]
         return twin
 
     def _is_stateless(self) -> list[bool]:

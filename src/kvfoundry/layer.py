@@ -93,9 +93,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         self.rows_lost_at = 0  # columns seen when rows were last dropped
         self._acting = Acting(self.method, self.rope)
         coded = self.method.codec is not None and self.rule.span is None
-        self._coding = (
-            Coding(self.method, self.layer_idx, self.num_layers, self.family, self.rope) if coded else None
-        )
+        self._coding = Coding(self.method, self.layer_idx, self.num_layers, self.family, self.rope) if coded else None
         self._pages: PageState | None = None
         self._read_budget: Tensor | None = None
         self.reconstructed = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvfoundry.layouts.base import RowsView
 from kvfoundry.layouts.pair_store import MiniCachePairStore
@@ -39,10 +40,10 @@ class LayerPair:
         """Forget the merged rows."""
         self.store.clear_pair(*self.numbers)
 
-    def fork(self, store: MiniCachePairStore, earlier: CacheLayer, later: CacheLayer) -> LayerPair:
-        """The same pair between the forked layers, with a fork of the store behind them."""
-        twin = LayerPair(store, self.numbers, earlier, later)
-        for layer in (earlier, later):
+    def fork(self, store: MiniCachePairStore, layers: Sequence[Any]) -> LayerPair:
+        """The same pair among the forked layers of the model, with a fork of the store behind them."""
+        twin = LayerPair(store, self.numbers, *(layers[number] for number in self.numbers))
+        for layer in (twin.earlier, twin.later):
             if isinstance(layer.rows, PairedRows):
                 layer.rows = layer.rows.in_store(store)
         twin.bind()

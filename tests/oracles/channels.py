@@ -12,7 +12,7 @@ from kvfoundry.layouts.channel_pruned import ChannelPrunedRows
 
 from .cases import Case
 from .mapping import Claim, Unmapped, recipe_for
-from .replay import _compare_gather, _load
+from .replay import _by_position, _compare_gather, _load
 
 
 def replay_tensors(case: Case, claim: Claim) -> None:
@@ -80,10 +80,14 @@ def replay_model(case: Case, claim: Claim) -> None:
     with torch.no_grad():
         model(ids[:, :tokens], None, None, cache)
         for number, layer in enumerate(cache.attention_layers):
+            indices = case.tensor(f"l{number}.indices")
+            order = layer.positions if indices is None else indices.long()
+            assert torch.equal(layer.positions, order.sort(dim=-1).values), f"kept tokens of layer {number}"
             for name in ("keys", "values"):
                 recorded = case.tensor(f"l{number}.{name}")
                 if recorded is not None:
-                    torch.testing.assert_close(getattr(layer, name), recorded, **case.tolerance("scores"))
+                    wanted_rows = _by_position(recorded, order)
+                    torch.testing.assert_close(getattr(layer, name), wanted_rows, **case.tolerance("scores"))
         steps = [
             model(ids[:, at : at + 1], None, None, cache).logits[:, -1]
             for at in range(tokens, tokens + wanted.shape[1])

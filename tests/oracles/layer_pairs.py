@@ -22,9 +22,10 @@ def replay(case: Case, claim: Claim) -> None:
     if current is None or previous is None:
         raise Unmapped("the recording of a pair needs current and previous")
     recipe = recipe_for(case, claim, current.shape[2])
-    codec = kvfoundry.Method.parse(recipe.spec).codec
+    pairs = kvfoundry.Method.parse(recipe.spec).pairs
+    assert pairs is not None
     tolerance = _tolerance(case)
-    merged = merge_rows(previous, current, codec.t)
+    merged = merge_rows(previous, current, pairs.t)
     stable = (merged.angle < _OPPOSITE)[..., None]
     for name, ours in {
         "shared_direction": merged.direction * stable,
@@ -37,8 +38,8 @@ def replay(case: Case, claim: Claim) -> None:
         if wanted is not None:
             wanted = wanted * stable if name == "shared_direction" else wanted
             torch.testing.assert_close(ours, wanted, **tolerance, msg=lambda m, n=name: f"{n}: {m}")
-    for ending, retention in (("", codec.retention), ("_no_retention", 0.0)):
-        store = MiniCachePairStore(codec.t, retention)
+    for ending, retention in (("", pairs.retention), ("_no_retention", 0.0)):
+        store = MiniCachePairStore(pairs.t, retention)
         # The rule is the same for keys and values, so the one tensor stands for both.
         store.merge_pair(0, 1, (previous, previous), (current, current))
         pair, indices = store.restore_pair(0, 1), store.retention_indices(0, 1)
@@ -53,13 +54,10 @@ def replay(case: Case, claim: Claim) -> None:
                 assert wanted is None or torch.equal(found, wanted.long()), recipe.spec
 
 
-
 def _compare(case: Case, name: str, ours: Tensor, stable: Tensor, tolerance: dict[str, float]) -> None:
     wanted = case.tensor(name)
     if wanted is not None:
-        torch.testing.assert_close(
-            ours * stable, wanted * stable, **tolerance, msg=lambda m: f"{name}: {m}"
-        )
+        torch.testing.assert_close(ours * stable, wanted * stable, **tolerance, msg=lambda m: f"{name}: {m}")
 
 
 def _tolerance(case: Case) -> dict[str, float]:

@@ -73,14 +73,26 @@ class Claim:
     driver: "tensors" (q, k, v of one layer), "positions" (no tensors: any will do), "steps" (prefill, then single
     tokens), "model" (a tiny model, prefill and teacher-forced decoding), "selector" (attention instead of q and k),
     "pages" (what a decode step reads), "one step" (values and attention of one merge), "events" (a tiny model, merges
-    in decode), "channels" and "channels of a model" (pruned keys), or "layer pair" (rows of two layers). scores: the recorded ranking tensor; lowest: it ranks what goes first, so the smallest stay. inject: the
-    recorded scores are random draws, to be given. merged: which of keys and values are more than copies. draws: the
-    recorded draws of a merge as uniform numbers [1, heads, tokens], made for the first batch row.
+    in decode), "channels" and "channels of a model" (pruned keys), or "layer pair" (rows of two layers).
+    scores: the recorded ranking tensor; lowest: it ranks what goes first, so the smallest stay. inject: the recorded
+    scores are random draws, to be given. merged: which of keys and values are more than copies. draws: the recorded
+    draws of a merge as uniform numbers [1, heads, tokens], made for the first batch row.
     normals: the score takes the recorded normal numbers of every layer (randn0, randn1, ...) in place of its own.
     """
 
-    driver: Literal["tensors", "positions", "steps", "model", "selector", "pages", "one step", "events", "channels",
-                    "channels of a model", "layer pair"]
+    driver: Literal[
+        "tensors",
+        "positions",
+        "steps",
+        "model",
+        "selector",
+        "pages",
+        "one step",
+        "events",
+        "channels",
+        "channels of a model",
+        "layer pair",
+    ]
     recipe: Callable[[Parameters, int], Recipe]
     scores: str = "scores"
     lowest: bool = False
@@ -473,6 +485,16 @@ def _press_think(p: Parameters, tokens: int) -> Recipe:
     return Recipe(_spec("think", ratio=ratio, window=p.take("window_size"), recent=0))
 
 
+def _press_composed(p: Parameters, tokens: int) -> Recipe:
+    """One press after the other; both take the window."""
+    presses, window = p.take("presses"), p.look("window_size")
+    if presses != ["SnapKVPress", "ThinKPress"]:
+        raise Unmapped(f"no mapping for the presses {presses} after each other")
+    first = _press_snapkv(p, tokens)
+    think = _spec("think", ratio=p.take("key_channel_compression_ratio"), window=window, recent=0)
+    return Recipe(f"{first.spec}+{think}")
+
+
 def _minicache(p: Parameters, tokens: int) -> Recipe:
     p.without_effect("batch", "kv_heads", "tokens", "head_dim", "special", "eps")
     share, count = p.take("retention_ratio"), p.take("retention_count")
@@ -484,6 +506,7 @@ def _minicache(p: Parameters, tokens: int) -> Recipe:
 CLAIMS: dict[Key, Claim] = {
     ("eviction", "kvcache_factory", "think"): Claim("channels", _factory_think),
     ("eviction", "papers", "think"): Claim("channels", _factory_think),
+    ("eviction", "kvpress", "composed"): Claim("channels of a model", _press_composed),
     ("eviction", "kvpress", "think"): Claim("channels of a model", _press_think),
     ("eviction", "kvcache_factory", "minicache"): Claim("layer pair", _minicache),
     ("cross_layer", "minicache"): Claim("layer pair", _minicache),

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, dtype
 
 if TYPE_CHECKING:
-    from kvfoundry.layouts.base import Layout, RowsView
     from kvfoundry.codecs.rotation import Rotation
+    from kvfoundry.layouts.base import Layout, RowsView
     from kvfoundry.rope import Rope
 
 # name -> tensor. Names are the codec's own; storage treats all alike.

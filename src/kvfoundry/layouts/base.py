@@ -122,8 +122,8 @@ class Stretches:
 class Block:
     """Rows of some heads of some batch rows as rectangles, in place.
 
-    keys, values: [batch, heads, rows, dim] and positions: [batch, heads or 1, rows] of the batch rows and heads that the
-    slices name; complete: none of these heads has padding behind its rows.
+    keys, values: [batch, heads, rows, dim] and positions: [batch, heads or 1, rows] of the batch rows and heads that
+    the slices name; complete: none of these heads has padding behind its rows.
     """
 
     batch: slice

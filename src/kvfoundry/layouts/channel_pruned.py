@@ -71,7 +71,7 @@ class ChannelPrunedRows(Layout):
         return self._old.lengths
 
     def view(self) -> RowsView:
-        """A copy, with zeros in the channels that are gone: for scores and for a look, never on the way of attention."""
+        """A copy with zeros in the channels that are gone: for scores and for a look, never on the way of attention."""
         old = self._old.view()
         keys = with_all_channels(old.keys, self.channels, self._head_dim)
         whole = RowsView(keys, old.values, old.positions, old.lengths)
@@ -93,7 +93,7 @@ class ChannelPrunedRows(Layout):
         return self
 
     def flushed(self) -> ChannelPrunedRows:
-        """The same rows with the oldest whole rows pruned, a stride at a time; itself while the tail is short enough."""
+        """The rows with the oldest whole ones pruned, a stride at a time; itself while the tail is short enough."""
         counts = (self._tail.lengths - self._recent).clamp(min=0) // self._stride * self._stride
         if not bool(counts.any()):
             return self

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfoundry.codecs.minicache import MergedRows, merge_rows, retained_count, widest_angles
-from kvfoundry.errors import CacheStateError, UnsupportedModelError
+from kvfoundry.errors import CacheStateError, DataError, UnsupportedModelError
 from kvfoundry.layouts.base import Block, RowsView
 from kvfoundry.layouts.dense import DenseRows
 
@@ -107,13 +107,17 @@ class MergedPair:
     Directions and positions are stored once; a magnitude per row and the retained rows once for each layer.
     """
 
-    def __init__(self, directions: DenseRows, magnitudes: dict[tuple[Half, Side], Tensor], retained: dict[Side, Retained]):
+    def __init__(
+        self, directions: DenseRows, magnitudes: dict[tuple[Half, Side], Tensor], retained: dict[Side, Retained]
+    ):
         self.directions, self.magnitudes, self.retained = directions, magnitudes, retained
 
     @classmethod
     def of_prompt(cls, earlier: RowsView, later: RowsView, t: float, share: float) -> MergedPair:
         """Merge a whole prompt: of every head, `share` of the rows, those with the largest angles, stay exact."""
-        directions, magnitudes, retained = {}, {}, {}
+        directions: dict[Side, Tensor] = {}
+        magnitudes: dict[tuple[Half, Side], Tensor] = {}
+        retained: dict[Side, Retained] = {}
         valid = later.valid
         for side in SIDES:
             merged = merge_rows(getattr(earlier, side), getattr(later, side), t)
@@ -177,13 +181,13 @@ class MergedPair:
     def restored(self, block: Block, start: int, half: Half) -> Block:
         """A tile of directions (rows from `start` on, all heads) as rows of one layer."""
         count = block.keys.shape[2]
-        sides = {}
+        sides: dict[Side, Tensor] = {}
         for side in SIDES:
             direction = getattr(block, side)
             magnitude = self.magnitudes[half, side][:, :, start : start + count, None]
             rows = (direction.float() * magnitude).to(direction.dtype)
             sides[side] = self.retained[side].put_into(rows, start, half)
-        return replace(block, **sides)
+        return replace(block, keys=sides["keys"], values=sides["values"])
 
     def rows(self, half: Half) -> RowsView:
         """All rows of one layer: a copy, for a look; attention restores tile by tile."""
@@ -249,7 +253,9 @@ def _behind(column: Tensor, new: Tensor, lengths: Tensor, counts: Tensor | None)
     """A column [batch, heads, rows] with `counts` new entries (None: all) behind the first `lengths` of every head."""
     width = int((lengths + (new.shape[2] if counts is None else counts)).max())
     grown = F.pad(column, (0, width - column.shape[2])) if width > column.shape[2] else column.clone()
-    inside = torch.arange(new.shape[2]) < (torch.full_like(lengths, new.shape[2]) if counts is None else counts)[..., None]
+    inside = (
+        torch.arange(new.shape[2]) < (torch.full_like(lengths, new.shape[2]) if counts is None else counts)[..., None]
+    )
     batch, head, token = inside.nonzero(as_tuple=True)
     slot = lengths[batch, head] + token
     batch, head, token, slot = (index.to(new.device) for index in (batch, head, token, slot))
@@ -273,7 +279,7 @@ class MiniCachePairStore:
         """Merge rows that both layers hold: the first ones as a prompt, later ones each by itself.
 
         earlier_rows, later_rows: the rows of the two layers named, views of a layout or (keys, values).
-        Raises UnsupportedModelError when the rows of the two layers differ in shape.
+        Raises UnsupportedModelError when the rows of the layers differ in shape, DataError when they are not finite.
         """
         key = _pair(earlier, later)
         seen = int(self._pairs[key].lengths.max()) if key in self._pairs else 0
@@ -286,6 +292,11 @@ class MiniCachePairStore:
                 f"layers {key[0]} and {key[1]} cannot be merged: keys and values of the one are {shapes[0]}, of the "
                 f"other {shapes[1]}."
             )
+        for layer, view in zip(key, views, strict=True):
+            if not bool(torch.isfinite(view.keys).all() and torch.isfinite(view.values).all()):
+                raise DataError(
+                    f"layer {layer} has keys or values that are not finite, so minicache cannot merge them."
+                )
         if key in self._pairs:
             self._pairs[key].append(views[0], views[1], self.t, self.retention)
         else:

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvfoundry.layouts.base import Block, Columns, Layout, Reading, RowsView, Stretches, per_head, split_groups, widened, writable
+from kvfoundry.layouts.base import (
+    Block,
+    Columns,
+    Layout,
+    Reading,
+    RowsView,
+    Stretches,
+    per_head,
+    split_groups,
+    widened,
+    writable,
+)
 
 # Spare slots per head when a buffer grows in decode.
 _SPARE_SLOTS = 16
