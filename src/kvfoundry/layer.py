@@ -40,8 +40,8 @@ ROLLBACK = 64
 class Prompt:
     """What the layers of one cache share.
 
-    tokens: where the prompt ends, None until it is known. losses: what the codec was measured to lose. nbytes, peak_nbytes: bytes that all layers hold together, as
-    each of them last noted, and the largest sum so far.
+    tokens: where the prompt ends, None until it is known. losses: what the codec was measured to lose.
+    nbytes, peak_nbytes: bytes that all layers hold together, as each of them last noted, and the largest sum so far.
     """
 
     tokens: int | None = None

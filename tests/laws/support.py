@@ -18,12 +18,14 @@ from kvfoundry.registry import REQUIRED, MethodInfo
 SMALL: dict[str, Any] = {"window": 4, "sinks": 2, "recent": 3, "kernel": 3, "skip_layers": 0, "every": 3}
 SMALL |= {"proxies": 3, "history": 4, "merge": 4, "page": 4}
 SMALL |= {"lag": 4, "chunk": 3, "size": 3, "future": 8, "buffer": 3}
+# What codecs call by a name that other methods use for something else.
+CODED: dict[str, Any] = {"group": 4, "residual": 8}
 SMALL["table"] = tuple(tuple(1.0 + (3 * head + layer) % 5 for head in range(QUERY_HEADS)) for layer in range(LAYERS))
 
 
 def small_call(info: MethodInfo, budget: int | float, **given: Any) -> str:
     """`name(parameter=value, ...)` of a registered name; fails when a required parameter has no small value here."""
-    values = {"budget": budget, **SMALL, **given}
+    values = {"budget": budget, **SMALL, **(CODED if "codec" in info.axes else {}), **given}
     chosen = {name: values[name] for name in info.parameters if name in values}
     for name, default in info.parameters.items():
         assert default is not REQUIRED or name in chosen, f"{info.name}: teach SMALL a value for {name!r}"
@@ -36,10 +38,12 @@ def small_spec(name: str, budget: int | float = 12, **given: Any) -> str:
     call = small_call(info, budget, **given)
     if info.kind == "method":
         return call
-    try:
-        return str(Method.parse(f"fullkv+{call}"))
-    except SpecError:
-        return f"{small_spec('snapkv', budget)}+{call}"
+    for base in ("fullkv", "int4"):
+        try:
+            return str(Method.parse(f"{base}+{call}"))
+        except SpecError:
+            continue
+    return f"{small_spec('snapkv', budget)}+{call}"
 
 
 # A reconstructing method needs token ids beside the tensors of a call: its laws are in tests/methods/test_kvzip.py.

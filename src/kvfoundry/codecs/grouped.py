@@ -2,7 +2,7 @@
 
 With x the numbers of one group, b bits and rounding half to even:
 
-    asymmetric      scale = (max - min) / (2^b - 1);             code = round((x - min) / scale);   x' = code scale + min
+    asymmetric      scale = (max - min) / (2^b - 1);            code = round((x - min) / scale);   x' = code scale + min
     symmetric       scale = max|x| / (2^(b-1) - 1);              code = round(x / scale);           x' = code scale
     symmetric_full  scale = max|x| / ((2^b - 1) / 2);            code = round(x / scale), clamped;  x' = code scale
     zero_point      lo = min(min, 0), hi = max(max, 0);          zero = round(-lo / scale), clamped;

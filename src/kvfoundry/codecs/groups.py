@@ -46,7 +46,9 @@ class PerToken(Codec):
         return self.together
 
     def at(self, site: Site) -> PerToken:
-        return PerToken(self.bits, min(self.group, site.head_dim), self.mode, self.waiting, self.together, site.head_dim)
+        return PerToken(
+            self.bits, min(self.group, site.head_dim), self.mode, self.waiting, self.together, site.head_dim
+        )
 
     def encode(self, rows: Tensor, positions: Tensor, fixed: Parts) -> Encoded:
         found = quantize(in_groups(rows, self.group), self.bits, self.mode, dim=-1)

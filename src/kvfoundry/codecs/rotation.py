@@ -18,8 +18,8 @@ from torch import Tensor
 def rotation_matrix(dim: int) -> Tensor:
     """Orthogonal [dim, dim], float32: the Kronecker product of a Hadamard matrix and a discrete cosine transform.
 
-    dim = 2^a m with m odd: Hadamard (Sylvester's, symmetric) of size 2^a, cosine transform of size m. So every head size
-    is served, and every output channel mixes all input channels; powers of two are Hadamard alone.
+    dim = 2^a m with m odd: Hadamard (Sylvester's, symmetric) of size 2^a, cosine transform of size m. So every head
+    size is served, and every output channel mixes all input channels; powers of two are Hadamard alone.
     """
     two = dim & -dim
     hadamard = torch.ones(1, 1, dtype=torch.float64)

@@ -84,7 +84,7 @@ class RowsView:
 
 
 class Slots(Protocol):
-    """Rows of all heads in one buffer [slots, dim], picked by slot number: a tensor, or rows that are decoded on the way.
+    """Rows of all heads in one buffer [slots, dim], picked by slot number: a tensor, or rows that are decoded then.
 
     Slots are asked for head by head: [batch, heads, n], heads a multiple of the stored ones.
     """

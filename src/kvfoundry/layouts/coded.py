@@ -99,7 +99,7 @@ class CodedRows(Layout):
         return torch.stack([self._lengths - side.counts for side in (self.keys, self.values)])
 
     def view(self) -> RowsView:
-        """All rows decoded. For selection, which happens layer by layer, and for looking at; attention never calls it."""
+        """All rows, decoded when looked at. For selection, one layer at a time; attention never calls it."""
         return DecodedView.of(self)
 
     def decoded(self, side: CodedSide) -> Tensor:
@@ -240,12 +240,12 @@ class DecodedView(RowsView):
         return view
 
     @cached_property
-    def keys(self) -> Tensor:  # type: ignore[override]
+    def keys(self) -> Tensor:
         """[batch, heads, rows, head_dim]."""
         return self._rows.decoded(self._rows.keys)
 
     @cached_property
-    def values(self) -> Tensor:  # type: ignore[override]
+    def values(self) -> Tensor:
         """[batch, heads, rows, value_dim]."""
         return self._rows.decoded(self._rows.values)
 
