@@ -404,9 +404,9 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         """Batch rows; AttributeError before the first call, as transformers expects."""
-        if self.rows is None:
+        if self.real is None:
             raise AttributeError("batch_size is not known before the first call")
-        return self.rows.lengths.shape[0]
+        return self.real.shape[0]
 
     def reset(self) -> None:
         """Back to an empty layer; the memory is freed."""
@@ -462,7 +462,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every batch row `repeats` times, next to itself."""
         if self.rows is not None:
-            self.batch_select_indices(torch.arange(self.rows.lengths.shape[0]).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """The batch rows `indices`, everything that belongs to a row included."""

@@ -34,6 +34,7 @@ class LayerPair:
         self.store.merge_pair(*self.numbers, _fresh(self.earlier), _fresh(self.later))
         self.earlier.rows = PairedRows.merged(self.store, self.numbers, "earlier")
         self.later.rows = PairedRows.merged(self.store, self.numbers, "later")
+        self.later.note_bytes()  # first the one that gave its rows away
         self.earlier.note_bytes()
 
     def clear(self) -> None:

@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {"window": 4, "sinks": 2, "recent": 3, "kernel": 3, "ski
 SMALL |= {"proxies": 3, "history": 4, "merge": 4, "page": 4}
 SMALL |= {"lag": 4, "chunk": 3, "size": 3, "future": 8, "buffer": 3}
 # What codecs call by a name that other methods use for something else.
-CODED: dict[str, Any] = {"group": 4, "residual": 8}
+CODED: dict[str, Any] = {"group": 4, "residual": 8, "block": 3}
 SMALL["table"] = tuple(tuple(1.0 + (3 * head + layer) % 5 for head in range(QUERY_HEADS)) for layer in range(LAYERS))
 
 
@@ -46,8 +46,15 @@ def small_spec(name: str, budget: int | float = 12, **given: Any) -> str:
     return f"{small_spec('snapkv', budget)}+{call}"
 
 
-# A reconstructing method needs token ids beside the tensors of a call: its laws are in tests/methods/test_kvzip.py.
-NAMES = [name for name in kvfoundry.methods() if Method.parse(small_spec(name)).reconstructs is None]
+def _needs_more_than_a_layer(method: Method) -> bool:
+    """Reconstruction needs token ids beside the tensors of a call, merged pairs two layers of one kind.
+
+    Their laws are in tests/methods/test_kvzip.py and tests/methods/test_minicache.py.
+    """
+    return method.reconstructs is not None or method.pairs is not None
+
+
+NAMES = [name for name in kvfoundry.methods() if not _needs_more_than_a_layer(Method.parse(small_spec(name)))]
 # Methods and pieces whose recipe drops rows, and those among them with a budget.
 EVICTING = [name for name in NAMES if Method.parse(small_spec(name)).evicts]
 

@@ -45,13 +45,14 @@ class RestoredPair(NamedTuple):
 class Retained:
     """Rows of one side that stay exact in both layers. Never written in place.
 
-    slots: [batch, heads, widest], ascending row numbers. rows: per half [batch, heads, widest, dim]. least: [batch,
-    heads] the smallest angle among those that the prompt retained: what a later row has to exceed.
+    slots: [batch, heads, widest], ascending row numbers; rows: per half [batch, heads, widest, dim], zeros behind those
+    of a head with fewer. bound: [batch, heads] the largest angle that the prompt merged, below 0 without any: what a
+    later row has to exceed.
     """
 
     slots: Tensor
     rows: dict[Half, Tensor]
-    least: Tensor
+    bound: Tensor
 
     @property
     def counts(self) -> Tensor:
@@ -74,7 +75,7 @@ class Retained:
         spare = torch.cat([rows, rows[:, :, :1]], dim=2)  # one slot more, for what is not inside
         return spare.scatter(2, target.expand_as(exact), exact)[:, :, :count]
 
-    def extended(self, slots: Tensor, rows: dict[Half, Tensor], least: Tensor) -> Retained:
+    def extended(self, slots: Tensor, rows: dict[Half, Tensor], bound: Tensor) -> Retained:
         """With the rows of new, larger slots [batch, heads, n], `_NONE` for none; rows: [batch, heads, n, dim]."""
         both = torch.cat([self.slots, slots], dim=2)
         order = both.argsort(dim=2, stable=True)
@@ -86,19 +87,19 @@ class Retained:
             )
             for half in HALVES
         }
-        return Retained(both.gather(2, order), merged, least)
+        return Retained(both.gather(2, order), merged, bound)
 
     def truncated(self, lengths: Tensor) -> Retained:
         """Those among the first `lengths` ([batch, heads]) rows."""
         slots = self.slots.masked_fill(self.slots >= lengths.to(self.slots.device)[..., None], _NONE)
         width = int((slots != _NONE).sum(dim=-1).max()) if slots.numel() else 0
         rows = {half: self.rows[half][:, :, :width].clone() for half in HALVES}
-        return Retained(slots[..., :width].clone(), rows, self.least)
+        return Retained(slots[..., :width].clone(), rows, self.bound)
 
     def selected(self, indices: Tensor) -> Retained:
         """The batch rows `indices`."""
         rows = {half: self.rows[half][indices] for half in HALVES}
-        return Retained(self.slots[indices], rows, self.least[indices])
+        return Retained(self.slots[indices], rows, self.bound[indices])
 
 
 class MergedPair:
@@ -124,9 +125,9 @@ class MergedPair:
             counts = torch.tensor([[retained_count(n, share) for n in row] for row in later.lengths.tolist()])
             angle = merged.angle.masked_fill(~valid, -1.0)
             slots = widest_angles(angle, counts)
-            least = angle.gather(2, slots.clamp(min=0)).masked_fill(slots < 0, torch.inf)
-            least = torch.cat([least, torch.full_like(angle[..., :1], torch.inf)], dim=2).amin(dim=2)
-            retained[side] = _taken(earlier, later, side, slots, 0, least)
+            others = F.pad(angle, (0, 1), value=-1.0).scatter(2, slots.where(slots >= 0, angle.shape[2]), -1.0)
+            bound = others.amax(dim=2)
+            retained[side] = _taken(earlier, later, side, slots, 0, bound)
             directions[side], magnitudes["earlier", side], magnitudes["later", side] = _stored(merged, later.keys.dtype)
         rows = DenseRows(
             directions["keys"] * valid[..., None],
@@ -139,8 +140,8 @@ class MergedPair:
     def append(self, earlier: RowsView, later: RowsView, t: float, share: float) -> None:
         """Merge new rows behind the others, each decided by itself.
 
-        A row stays exact when its angle exceeds the least that the prompt retained, and while no more than `share` of
-        the rows so far are exact: so the rows may come one at a time or several at once.
+        A row stays exact when its angle exceeds all that the prompt merged, and while no more than `share` of the rows
+        so far are exact: so the rows may come one at a time or several at once.
         """
         before = self.directions.lengths
         counts = None if bool((later.lengths == later.keys.shape[2]).all()) else later.lengths
@@ -151,9 +152,9 @@ class MergedPair:
             held = self.retained[side]
             slots = self._exceeding(merged.angle.masked_fill(~later.valid, -1.0), held, before, share)
             if bool((slots >= 0).any()):
-                least = held.least
-                taken = _taken(earlier, later, side, slots, before, least)
-                self.retained[side] = held.extended(taken.slots, taken.rows, least)
+                bound = held.bound
+                taken = _taken(earlier, later, side, slots, before, bound)
+                self.retained[side] = held.extended(taken.slots, taken.rows, bound)
             new[side], magnitudes["earlier", side], magnitudes["later", side] = _stored(merged, later.keys.dtype)
         last = int(later.positions.max())
         self.directions = self.directions.append(new["keys"], new["values"], later.positions, counts, last)
@@ -166,7 +167,7 @@ class MergedPair:
         taken = torch.zeros_like(angle, dtype=torch.bool)
         for token in range(tokens):
             quota = torch.tensor([[retained_count(n + token + 1, share) for n in row] for row in before.tolist()])
-            taken[..., token] = (angle[..., token] > held.least) & (counts < quota.to(counts.device))
+            taken[..., token] = (angle[..., token] > held.bound) & (counts < quota.to(counts.device))
             counts = counts + taken[..., token]
         number = torch.arange(tokens, device=angle.device).expand_as(angle).masked_fill(~taken, tokens)
         width = int(taken.sum(dim=-1).max())
@@ -220,23 +221,23 @@ class MergedPair:
             yield from self.directions.tensors()
             for side in SIDES:
                 yield self.retained[side].slots
-                yield self.retained[side].least
+                yield self.retained[side].bound
         for side in SIDES:
             yield self.magnitudes[half, side]
             yield self.retained[side].rows[half]
 
 
 def _taken(
-    earlier: RowsView, later: RowsView, side: Side, slots: Tensor, before: Tensor | int, least: Tensor
+    earlier: RowsView, later: RowsView, side: Side, slots: Tensor, before: Tensor | int, bound: Tensor
 ) -> Retained:
     """The exact rows at `slots` of two views, under the numbers that they get behind `before` older rows."""
     index = slots.clamp(min=0)[..., None]
     rows: dict[Half, Tensor] = {}
     for half, view in zip(HALVES, (earlier, later), strict=True):
         source = getattr(view, side)
-        rows[half] = source.gather(2, index.expand(-1, -1, -1, source.shape[3]))
+        rows[half] = source.gather(2, index.expand(-1, -1, -1, source.shape[3])) * (slots >= 0)[..., None]
     offset = before.to(slots.device)[..., None] if isinstance(before, Tensor) else before
-    return Retained((slots + offset).masked_fill(slots < 0, _NONE).to(torch.int32), rows, least)
+    return Retained((slots + offset).masked_fill(slots < 0, _NONE).to(torch.int32), rows, bound)
 
 
 def _stored(merged: MergedRows, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,8 +18,8 @@ def minicache(start: float = 0.5, t: float = 0.6, retention: float = 0.05) -> Pi
     a row in the two layers, per head and token, keys and values apart; a row is read as its direction times its own
     length. The layers 2i and 2i + 1 are merged where 2i is at least `start` times the number of layers. The `retention`
     share of the prompt's rows with the largest angles (rounded up, per head) stays exact in both layers; of later rows,
-    those whose angle is larger than the smallest of these, as long as the share holds. Every row is read exactly in the
-    call in which it is new.
+    those whose angle is larger than any that was merged there, as long as the share holds. Every row is read exactly in
+    the call in which it is new.
 
     Both layers of a pair must be of one kind and shape: families that alternate kinds of layers are refused by name.
     Pairs of window layers stay as they are.
