@@ -45,9 +45,10 @@ class Losses:
         layer, worst = max(self.by_layer.items(), key=lambda item: item[1])
         if worst <= WARN_LOGIT_ERROR:
             return None
+        way_out = "add rotate() or use more bits" if method.codec and method.codec.rotation is None else "use more bits"
         return (
             f"{method} changes the attention logits of layer {layer} by {worst:.0%} of their spread (more than "
-            f"{WARN_LOGIT_ERROR:.0%}): this model's key channels do not suit it; add rotate() or use more bits."
+            f"{WARN_LOGIT_ERROR:.0%}): this model's key channels do not suit it; {way_out}."
         )
 
 

@@ -72,27 +72,18 @@ class Claim:
 
     driver: "tensors" (q, k, v of one layer), "positions" (no tensors: any will do), "steps" (prefill, then single
     tokens), "model" (a tiny model, prefill and teacher-forced decoding), "selector" (attention instead of q and k),
-    "pages" (what a decode step reads), "one step" (values and attention of one merge), "events" (a tiny model, merges
-    in decode), "channels" and "channels of a model" (pruned keys), or "layer pair" (rows of two layers).
-    scores: the recorded ranking tensor; lowest: it ranks what goes first, so the smallest stay. inject: the recorded
-    scores are random draws, to be given. merged: which of keys and values are more than copies. draws: the recorded
-    draws of a merge as uniform numbers [1, heads, tokens], made for the first batch row.
-    normals: the score takes the recorded normal numbers of every layer (randn0, randn1, ...) in place of its own.
+    "pages" (what a decode step reads), "one step" (values and attention of one merge) or "events" (a tiny model, merges
+    in decode), "codes" (rows under a codec, or its flow through prefill and decode), "plain codes" (every mode of int2,
+    int4 and int8), "element groups" (groups of single elements), "channels" and "channels of a model" (pruned keys), or
+    "layer pair" (rows of two layers). scores: the recorded ranking tensor; lowest: it ranks what goes first, so the
+    smallest stay. inject: the recorded scores are random draws, to be given. merged: which of keys and values are more
+    than copies. draws: the recorded draws of a merge as uniform numbers [1, heads, tokens], made for the first batch
+    row. normals: the score takes the recorded normal numbers of every layer (randn0, randn1, ...) in place of its own.
     """
 
-    driver: Literal[
-        "tensors",
-        "positions",
-        "steps",
-        "model",
-        "selector",
-        "pages",
-        "one step",
-        "events",
-        "channels",
-        "channels of a model",
-        "layer pair",
-    ]
+    driver: Literal["tensors", "positions", "steps", "model", "selector", "pages", "one step", "events",
+                    "codes", "plain codes", "element groups",
+                    "channels", "channels of a model", "layer pair"]  # fmt: skip
     recipe: Callable[[Parameters, int], Recipe]
     scores: str = "scores"
     lowest: bool = False
@@ -468,6 +459,30 @@ def _quest(p: Parameters, tokens: int) -> Recipe:
     return Recipe(_spec("quest", budget=budget, page=page, recent=recent, skip_layers=0, granularity="query_head"))
 
 
+# --- codecs -----------------------------------------------------------------------------------------------------------
+
+
+def _plain_codes(p: Parameters, tokens: int) -> Recipe:
+    """The driver adds the mode: all of them are recorded."""
+    p.without_effect("batch", "heads", "tokens", "head_dim", "has_zero_and_constant_groups")
+    along = {"channel_dim": "channels", "token_dim": "tokens"}[p.take("group_axis")]
+    return Recipe(_spec(f"int{p.take('bits')}", group=p.take("group_size"), keys=along, values=along))
+
+
+def _kivi(p: Parameters, tokens: int) -> Recipe:
+    """Cases without a residual are of blocks alone."""
+    p.without_effect("batch", "kv_heads", "tokens", "head_dim", "dtype", "key_outlier_channels")
+    p.without_effect("constant_key_channels", "constant_value_tokens", "prefill_tokens", "decode_steps")
+    group = p.take("group_size")
+    return Recipe(
+        _spec("kivi", bits=p.take("bits"), group=group, residual=p.take("residual_length", group), flow="paper")
+    )
+
+
+def _element_groups(p: Parameters, tokens: int) -> Recipe:
+    raise Unmapped("no method of ours groups single elements; the driver takes the parameters as they are")
+
+
 # --- codecs that are no quantizers ------------------------------------------------------------------------------------
 
 
@@ -536,6 +551,9 @@ CLAIMS: dict[Key, Claim] = {
     ("eviction", "kvpress", "merging"): Claim("model", _press_merging, merged=("values",)),
     ("selection", "nacl"): Claim("selector", _nacl, scores="reduced_scores"),
     ("selection", "scissorhands"): Claim("selector", _scissorhands, scores="importance"),
+    ("quantization", "plain"): Claim("plain codes", _plain_codes),
+    ("quantization", "kivi"): Claim("codes", _kivi),
+    ("quantization", "kvcache_factory_hqq"): Claim("element groups", _element_groups),
     ("pages", "quest"): Claim("pages", _quest),
     ("eviction", "kvpress", "snapkv"): Claim("model", _press_snapkv),
     ("eviction", "kvpress", "pyramidkv"): Claim("model", _press_pyramidkv),

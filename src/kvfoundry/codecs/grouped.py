@@ -9,8 +9,9 @@ With x the numbers of one group, b bits and rounding half to even:
                     scale = (hi - lo) / (2^b - 1), 1 where all are 0;  code = round(x / scale) + zero;
                     x' = (code - zero) scale
 
-A group of equal numbers has scale 0 (but see zero_point) and codes 0. Scales and minima are computed and kept in the
-dtype of the rows, codes in float32 with the scale as it is kept: what is decoded is nearest for what is stored.
+A group of equal numbers has scale 0 (but see zero_point) and codes 0. Scales and minima are kept in the dtype of the
+rows, and all arithmetic is in that dtype, as in the reference code; but bfloat16, whose 8 bits of precision are too few
+for codes of 8 bits, is computed with in float32.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from torch import Tensor
 
 Mode = Literal["asymmetric", "symmetric", "symmetric_full", "zero_point"]
 MODES: tuple[str, ...] = get_args(Mode)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype that is computed with."""
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
 @dataclass(frozen=True)
@@ -49,32 +55,34 @@ def quantize(x: Tensor, bits: int, mode: Mode, dim: int) -> Quantized:
     low, high = x.amin(dim=dim, keepdim=True), x.amax(dim=dim, keepdim=True)
     if mode == "asymmetric":
         scale = (high - low).clamp(max=top) / levels
-        return Quantized(_codes(x.float() - low.float(), scale, 0, 0, levels), scale, low)
+        return Quantized(_codes(_wide(x) - _wide(low), scale, 0, 0, levels), scale, low)
     if mode == "zero_point":
         low, high = low.clamp(max=0), high.clamp(min=0)
         scale = (high - low).clamp(max=top) / levels
         scale = torch.where(scale == 0, 1.0, scale).to(x.dtype)
-        zero = (-low.float() / scale.float()).round().clamp(0, levels)
-        codes = ((x.float() / scale.float()).round() + zero).clamp(0, levels)
+        zero = (-_wide(low) / _wide(scale)).round().clamp(0, levels)
+        codes = ((_wide(x) / _wide(scale)).round() + zero).clamp(0, levels)
         return Quantized(codes.to(torch.uint8), scale, zero.to(torch.uint8))
     size = torch.maximum(high.abs(), low.abs())
     least = -(2 ** (bits - 1)) + (mode == "symmetric")
     most = 2 ** (bits - 1) - 1
     scale = size / (most if mode == "symmetric" else levels / 2)
-    return Quantized(_codes(x.float(), scale, offset(bits, mode), least, most), scale, None)
+    return Quantized(_codes(_wide(x), scale, offset(bits, mode), least, most), scale, None)
 
 
 def _codes(distance: Tensor, scale: Tensor, shift: int, least: int, most: int) -> Tensor:
-    steps = distance / torch.where(scale == 0, 1.0, scale.float())
+    steps = distance / torch.where(scale == 0, 1.0, _wide(scale))
     return (steps.round().clamp(least, most) + shift).to(torch.uint8)
 
 
 def dequantize(codes: Tensor, scale: Tensor, minimum: Tensor | None, bits: int, mode: Mode) -> Tensor:
-    """x' in float32; scale and minimum broadcast against codes."""
+    """x' in the dtype that is computed with; scale and minimum broadcast against codes."""
+    scale = _wide(scale)
+    steps = codes.to(scale.dtype)
     if mode == "asymmetric":
         assert minimum is not None
-        return torch.addcmul(minimum.float(), codes.float(), scale.float())
+        return steps * scale + _wide(minimum)
     if mode == "zero_point":
         assert minimum is not None
-        return (codes.float() - minimum.float()) * scale.float()
-    return (codes.float() - offset(bits, mode)) * scale.float()
+        return (steps - minimum.to(scale.dtype)) * scale
+    return (steps - offset(bits, mode)) * scale

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvfoundry.codecs.base import Codec, Encoded, Parts
 from kvfoundry.codecs.rotation import Rotation
+from kvfoundry.layouts.base import owned
 from kvfoundry.layouts.rectangles import appended, cut, gathered, span
 
 # Rows that are encoded at once: the temporaries of a long prompt stay small.
@@ -117,7 +118,8 @@ class CodedSide:
 
     def _with_blocks(self, encoded: Encoded, added: Tensor) -> CodedSide:
         block = self.codec.block
-        new_rows = {name: tensor.flatten(0, 1) for name, tensor in encoded.rows.items()}
+        new_rows = {name: owned(tensor.flatten(0, 1)) for name, tensor in encoded.rows.items()}
+        new_tables = {name: owned(tensor) for name, tensor in encoded.tables.items()}
         new_blocks = added // block if encoded.tables else torch.zeros_like(added)
         block_of = self.block_of
         if block_of is not None:
@@ -130,7 +132,7 @@ class CodedSide:
         return replace(
             self,
             rows=_interleaved(self.rows, new_rows, self.counts, added),
-            tables=_interleaved(self.tables, encoded.tables, self.blocks, new_blocks),
+            tables=_interleaved(self.tables, new_tables, self.blocks, new_blocks),
             block_of=block_of,
             counts=self.counts + added,
             blocks=self.blocks + new_blocks,

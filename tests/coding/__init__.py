@@ -1,0 +1,1 @@
+"""Codecs: what is written, what is read, what it costs."""
