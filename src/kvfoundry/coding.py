@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvfoundry.codecs.base import RowsCodec, Site
+from kvfoundry.codecs.base import KVCodec, RowsCodec, Site
 from kvfoundry.columns import newest
 from kvfoundry.errors import DataError
 from kvfoundry.layouts import CodedRows, Layout
@@ -45,7 +45,8 @@ class Losses:
         layer, worst = max(self.by_layer.items(), key=lambda item: item[1])
         if worst <= WARN_LOGIT_ERROR:
             return None
-        way_out = "add rotate() or use more bits" if method.codec and method.codec.rotation is None else "use more bits"
+        plain = isinstance(method.codec, KVCodec) and method.codec.rotation is None
+        way_out = "add rotate() or use more bits" if plain else "use more bits"
         return (
             f"{method} changes the attention logits of layer {layer} by {worst:.0%} of their spread (more than "
             f"{WARN_LOGIT_ERROR:.0%}): this model's key channels do not suit it; {way_out}."
