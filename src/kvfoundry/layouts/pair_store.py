@@ -59,21 +59,23 @@ class Retained:
         """[batch, heads]."""
         return (self.slots != _NONE).sum(dim=-1)
 
-    def put_into(self, rows: Tensor, start: int, half: Half) -> Tensor:
-        """Rows [batch, heads, n, dim] of the slots from `start` on with the exact ones written over them."""
-        count = rows.shape[2]
+    def put_into(self, buffer: Tensor, start: int, half: Half) -> None:
+        """Write the exact rows of the slots from `start` on into a buffer [batch, heads, n + 1, dim] of n slots.
+
+        The last place of the buffer takes what has to go nowhere.
+        """
+        count = buffer.shape[2] - 1
         bounds = torch.tensor([start, start + count], dtype=self.slots.dtype, device=self.slots.device)
         first, last = torch.searchsorted(self.slots, bounds.expand(*self.slots.shape[:2], 2).contiguous()).unbind(-1)
         width = int((last - first).max()) if first.numel() else 0
         if width == 0:
-            return rows
+            return
         index = first[..., None] + torch.arange(width, device=first.device)
         inside = index < last[..., None]
         index = index.clamp(max=self.slots.shape[2] - 1)
         target = (self.slots.gather(2, index) - start).masked_fill(~inside, count).long()[..., None]
-        exact = self.rows[half].gather(2, index[..., None].expand(-1, -1, -1, rows.shape[3])).to(rows.dtype)
-        spare = torch.cat([rows, rows[:, :, :1]], dim=2)  # one slot more, for what is not inside
-        return spare.scatter(2, target.expand_as(exact), exact)[:, :, :count]
+        exact = self.rows[half].gather(2, index[..., None].expand(-1, -1, -1, buffer.shape[3]))
+        buffer.scatter_(2, target.expand_as(exact), exact)
 
     def extended(self, slots: Tensor, rows: dict[Half, Tensor], bound: Tensor) -> Retained:
         """With the rows of new, larger slots [batch, heads, n], `_NONE` for none; rows: [batch, heads, n, dim]."""
@@ -185,9 +187,10 @@ class MergedPair:
         sides: dict[Side, Tensor] = {}
         for side in SIDES:
             direction = getattr(block, side)
-            magnitude = self.magnitudes[half, side][:, :, start : start + count, None]
-            rows = (direction.float() * magnitude).to(direction.dtype)
-            sides[side] = self.retained[side].put_into(rows, start, half)
+            buffer = direction.new_empty(*direction.shape[:2], count + 1, direction.shape[3])
+            buffer[:, :, :count] = direction * self.magnitudes[half, side][:, :, start : start + count, None]
+            self.retained[side].put_into(buffer, start, half)
+            sides[side] = buffer[:, :, :count]
         return replace(block, keys=sides["keys"], values=sides["values"])
 
     def rows(self, half: Half) -> RowsView:
