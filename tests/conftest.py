@@ -32,7 +32,7 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture
 def own_model() -> Callable[..., PreTrainedModel]:
-    """`own_model(family)`: a private copy with the same weights, under its own eager attention, not yet attached."""
+    """`own_model(family)`: a private copy with the same weights, under its own eager attention."""
 
     def fresh(family: str, **sizes: Any) -> PreTrainedModel:
         model = copy.deepcopy(_built(family, **sizes))

@@ -266,7 +266,9 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             self._read_budget = reader.budget_rows(self.real)
         if in_prompt or self.watch is not None:
             return self.rows.attend(query, positions, reading)
-        output, self._pages = reader.attend(self.rows, query, positions, reading, self._pages, self._read_budget)
+        output, self._pages = reader.attend(
+            self.rows, query, positions, reading, self._pages, self._read_budget, self.method.granularity
+        )
         return output
 
     def _enter(self, columns: int) -> bool:

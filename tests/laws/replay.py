@@ -1,6 +1,7 @@
-"""An independent replay of a generation: the model's own forward over all tokens at once, without any cache.
+"""An independent replay of a generation.
 
-Every query may see exactly the rows that the cache held when the token came.
+The model's own forward over all tokens at once, without any cache, where every query may see exactly the rows that the
+cache held when its token came.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_models import LAYERS, QUERY_HEADS
+from tiny_models import KV_HEADS, LAYERS
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,29 +13,36 @@ import kvfoundry
 from kvfoundry.errors import SpecError
 from kvfoundry.method import Method
 from kvfoundry.registry import REQUIRED, MethodInfo
+from kvfoundry.selection.budgets import UniformBudget, UniformHeads
 
 # Values for parameters by name, small enough for tiny prompts. A parameter that is not here keeps its default.
-SMALL: dict[str, Any] = {"window": 4, "sinks": 2, "recent": 3, "kernel": 3, "skip_layers": 0, "every": 3}
-SMALL |= {"proxies": 3, "history": 4, "merge": 4, "page": 4}
-SMALL |= {"lag": 4, "chunk": 3, "size": 3, "future": 8, "buffer": 3}
+SMALL: dict[str, Any] = {
+    "window": 4, "sinks": 2, "recent": 3, "kernel": 3, "skip_layers": 0, "every": 3, "floor": 0.2, "beta": 2,
+    "chunk": 4, "size": 4, "lag": 6, "future": 8, "buffer": 4, "proxies": 3, "history": 4, "merge": 4, "page": 4,
+}  # fmt: skip
 # What codecs call by a name that other methods use for something else.
 CODED: dict[str, Any] = {"group": 4, "residual": 8, "block": 3}
-SMALL["table"] = tuple(tuple(1.0 + (3 * head + layer) % 5 for head in range(QUERY_HEADS)) for layer in range(LAYERS))
 
 
-def small_call(info: MethodInfo, budget: int | float, **given: Any) -> str:
+def small_call(info: MethodInfo, budget: int | float, layers: int, heads: int, **given: Any) -> str:
     """`name(parameter=value, ...)` of a registered name; fails when a required parameter has no small value here."""
-    values = {"budget": budget, **SMALL, **(CODED if "codec" in info.axes else {}), **given}
+    table = tuple(tuple(1.0 + (layer + 2 * head) % 3 for head in range(heads)) for layer in range(layers))
+    values = {"budget": budget, "table": table, **SMALL, **(CODED if "codec" in info.axes else {}), **given}
     chosen = {name: values[name] for name in info.parameters if name in values}
     for name, default in info.parameters.items():
         assert default is not REQUIRED or name in chosen, f"{info.name}: teach SMALL a value for {name!r}"
     return f"{info.name}({', '.join(f'{name}={value!r}' for name, value in chosen.items())})"
 
 
-def small_spec(name: str, budget: int | float = 12, **given: Any) -> str:
-    """A spec that runs, for a registered method or piece; a piece gets the method that it can refine."""
+def small_spec(
+    name: str, budget: int | float = 12, *, layers: int = LAYERS, heads: int = KV_HEADS, **given: Any
+) -> str:
+    """A spec that runs, for a registered method or piece; a piece gets the method that it can refine.
+
+    layers, heads: full-attention layers and KV heads of the model, for methods with a table of heads.
+    """
     info = kvfoundry.methods()[name]
-    call = small_call(info, budget, **given)
+    call = small_call(info, budget, layers, heads, **given)
     if info.kind == "method":
         return call
     for base in ("fullkv", "int4"):
@@ -46,17 +53,28 @@ def small_spec(name: str, budget: int | float = 12, **given: Any) -> str:
     return f"{small_spec('snapkv', budget)}+{call}"
 
 
-def _needs_more_than_a_layer(method: Method) -> bool:
-    """Reconstruction needs token ids beside the tensors of a call, merged pairs two layers of one kind.
-
-    Their laws are in tests/methods/test_kvzip.py and tests/methods/test_minicache.py.
-    """
-    return method.reconstructs is not None or method.pairs is not None
+def keeps_exactly(method: Method) -> bool:
+    """Whether every head of every layer keeps the same number of single rows."""
+    return type(method.budget) is UniformBudget and type(method.heads) is UniformHeads and method.unit is None
 
 
-NAMES = [name for name in kvfoundry.methods() if not _needs_more_than_a_layer(Method.parse(small_spec(name)))]
-# Methods and pieces whose recipe drops rows, and those among them with a budget.
-EVICTING = [name for name in NAMES if Method.parse(small_spec(name)).evicts]
+METHODS = {name: Method.parse(small_spec(name)) for name in kvfoundry.methods()}
+# Methods that need more than forward passes (a second pass over the prompt) act in kvfoundry.generate only; those that
+# merge layers need two of one kind, and have their laws in tests/methods/test_minicache.py.
+NAMES = [name for name, method in METHODS.items() if method.reconstructs is None and method.pairs is None]
+SECOND_PASS = [name for name, method in METHODS.items() if method.reconstructs is not None]
+# Methods and pieces whose recipe drops rows.
+EVICTING = [name for name in NAMES if METHODS[name].evicts]
+BUDGETED = [name for name in EVICTING if METHODS[name].takes_budget]
+
+
+# Methods whose scores need nothing but the tensors of a layer.
+BY_HAND = [name for name in NAMES if METHODS[name].needs_model is None]
+
+
+def kept_average(cache: kvfoundry.KVCache) -> float:
+    """Rows per head over batch, heads and the layers that evict."""
+    return float(torch.stack([layer.lengths.float().mean() for layer in cache.attention_layers if layer.evicts]).mean())
 
 
 @torch.inference_mode()

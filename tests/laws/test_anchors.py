@@ -19,7 +19,7 @@ from kvfoundry.method import Method
 from kvfoundry.selection.evidence import Evidence
 from kvfoundry.visibility import Visibility, WindowRule
 
-from .support import EVICTING, NAMES, forward_pieces, greedy, kept_positions, random_rows, small_spec
+from .support import BY_HAND, EVICTING, forward_pieces, greedy, kept_positions, random_rows, small_spec
 
 
 @pytest.mark.parametrize("pieces", [[1] * 24, [24], [7, 1, 1, 10, 5]])
@@ -68,7 +68,7 @@ def test_granularities_are_equal_without_grouped_heads(name, family, tiny_model)
     model, ids = tiny_model(family, num_key_value_heads=8), random_ids(2, 40)
     results = []
     for granularity, group in (("kv_head", "mean"), ("query_head", "mean"), ("kv_head", "max"), ("kv_head", "sum")):
-        cache = kvfoundry.KVCache(model, small_spec(name, granularity=granularity, group=group))
+        cache = kvfoundry.KVCache(model, small_spec(name, heads=8, granularity=granularity, group=group))
         results.append((greedy(model, cache, ids).tolist(), kept_positions(cache, 0), kept_positions(cache, 1)))
     assert results[0] == results[1] == results[2] == results[3]
 
@@ -152,7 +152,7 @@ def test_the_attention_that_scores_see_is_the_models_own(family, tiny_model, ref
         assert torch.allclose(evidence.column_sums, weights[i].sum(dim=2), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BY_HAND)
 def test_compress_by_hand_is_what_the_cache_does(name, tiny_model, monkeypatch):
     """`Method.compress` on the tensors of a layer keeps the rows that the cache keeps."""
     fed = []

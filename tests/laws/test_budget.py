@@ -12,10 +12,8 @@ import kvfoundry
 from kvfoundry.method import Method
 from kvfoundry.selection.scores.given import GivenScores
 
-from .support import EVICTING, forward_pieces, random_rows, small_spec
+from .support import BUDGETED, BY_HAND, SMALL, forward_pieces, keeps_exactly, random_rows, small_spec
 
-BUDGETED = [name for name in EVICTING if Method.parse(small_spec(name)).takes_budget]
-BY_HAND = [name for name in BUDGETED if Method.parse(small_spec(name)).needs_model is None]
 BATCH, HEADS, QUERY_HEADS = 2, 2, 4
 
 budgets = st.one_of(st.integers(1, 60), st.floats(0.01, 1.0))
@@ -89,15 +87,15 @@ def test_the_highest_scores_stay(budget, tokens, seed):
 
 @settings(max_examples=120, deadline=None)
 @given(
-    name=st.sampled_from(BY_HAND),
+    name=st.sampled_from([name for name in BUDGETED if name in BY_HAND]),
     budget=st.one_of(st.integers(6, 50), st.floats(0.01, 1.0)),
     tokens=st.integers(1, 60),
     steps=st.integers(0, 4),
     layers=st.integers(1, 6),
 )
 def test_every_method_keeps_its_budget_in_prompt_and_decode(name, budget, tokens, steps, layers):
-    """Averaged over heads, within one row per head; never none; decode grows by a row a step or stays at the budget."""
-    method = Method.parse(small_spec(name, budget))
+    """Averaged over heads, within one row per head; never none; decode keeps to it or grows by the new tokens."""
+    method = Method.parse(small_spec(name, budget, layers=layers))
     asked, kept = rows_asked(budget, tokens), []
     for layer_idx in range(layers):
         rows = random_rows(BATCH, QUERY_HEADS, HEADS, tokens, seed=layer_idx)
@@ -106,21 +104,23 @@ def test_every_method_keeps_its_budget_in_prompt_and_decode(name, budget, tokens
         assert int(layer.lengths.min()) >= 1
         for step in range(steps):
             layer.step(*random_rows(BATCH, QUERY_HEADS, HEADS, 1, seed=100 + step))
-        assert bool((layer.lengths.float().mean(dim=1) <= asked + steps).all())
-        if method.schedule.every == 1:
+        if method.schedule.every == 1 and keeps_exactly(method):
             whole = budget if isinstance(budget, int) else asked  # a share stays what it was for the prompt
             assert layer.lengths.tolist() == [[min(whole, tokens + steps)] * HEADS] * BATCH
         if tokens > 1:
             assert bool(torch.isfinite(layer.keys).all())
     average = torch.stack(kept).mean(dim=0)
-    assert bool((average <= asked).all()) and bool((average > asked - 1).all())
+    # Whole chunks, of which the last may be short, may leave less than two of them unused.
+    unused = 1 if method.unit is None else 2 * SMALL["size"]
+    assert bool((average <= asked).all()) and bool((average > asked - unused).all())
 
 
 @pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", [name for name in BUDGETED if name in BY_HAND])
 def test_ties_cannot_push_protected_rows_out(name, zero):
     """B01: all scores equal, and all zero; budget = window + sinks + 4."""
-    method = Method.parse(small_spec(name, 4 + 2 + 4) + ("" if "+" in small_spec(name) else "+protect(sinks=2)"))
+    spec = small_spec(name, 4 + 2 + 4, layers=1)
+    method = Method.parse(spec if "+" in spec else f"{spec}+protect(sinks=2)")
     query, key, value = random_rows(1, QUERY_HEADS, HEADS, 50)
     key = torch.zeros_like(key) if zero else key[:, :, :1].expand_as(key)
     layer = method.compress(torch.zeros_like(query), key, value)
@@ -148,14 +148,14 @@ def test_a_share_of_a_short_prompt_keeps_a_row(tokens, share, tiny_model):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    name=st.sampled_from(BY_HAND),
+    name=st.sampled_from(BUDGETED),
     budget=st.one_of(st.integers(8, 4096), st.floats(0.01, 1.0)),
     layers=st.integers(1, 80),
     tokens=st.integers(1, 5000),
 )
 def test_layer_budgets_never_exceed_the_requested_average(name, budget, layers, tokens):
     """B04, over every method: the sum over layers stays within the request, and no layer gets nothing."""
-    method = Method.parse(small_spec(name, budget))
+    method = Method.parse(small_spec(name, budget, layers=layers))
     seen = torch.tensor([tokens])
     rows = [int(method.budget.rows(seen, layer, layers)) for layer in range(layers)]
     asked = budget if isinstance(budget, int) else max(1, int(budget * tokens))
@@ -171,8 +171,8 @@ def test_a_budget_holds_when_the_prompt_comes_in_pieces(name, tiny_model):
         forward_pieces(model, cache, ids[:, start : start + 16], [16])
         lengths = torch.stack([layer.lengths.float().mean() for layer in cache.attention_layers])
         assert float(lengths.mean()) <= 20
-    assert cache.kept_rows == pytest.approx(20, abs=1)
-    assert cache.kept_share == pytest.approx(0.25, abs=0.02)
+    assert cache.kept_rows == pytest.approx(20, abs=1 if cache.method.unit is None else 4)
+    assert cache.kept_share == pytest.approx(cache.kept_rows / 80)
 
 
 def test_a_skipped_layer_keeps_everything_and_the_others_their_budget(tiny_model):

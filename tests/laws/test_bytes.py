@@ -12,11 +12,9 @@ from tiny_models import EVICTABLE, KV_HEADS, QUERY_HEADS, left_padded, random_id
 
 import kvfoundry
 from kvfoundry.layer import CacheLayer
-from kvfoundry.method import Method
 
-from .support import EVICTING, NAMES, forward_pieces, small_spec
+from .support import BUDGETED, NAMES, forward_pieces, small_spec
 
-BUDGETED = [name for name in EVICTING if Method.parse(small_spec(name)).takes_budget]
 TOKENS = 400
 
 
@@ -141,7 +139,7 @@ class PeakMeter:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reported_peak_is_the_peak(name, pieces, tiny_model, monkeypatch):
     model, ids = tiny_model("llama", num_hidden_layers=4), random_ids(1, TOKENS + 1)
-    cache = kvfoundry.KVCache(model, small_spec(name, 60))
+    cache = kvfoundry.KVCache(model, small_spec(name, 60, layers=4))
     meter = PeakMeter(monkeypatch, cache)
     cache.expect_prompt(TOKENS)
     forward_pieces(model, cache, ids, [*pieces, 1])
@@ -154,7 +152,7 @@ def test_eviction_after_each_piece_lowers_the_peak(name, tiny_model):
     model, ids = tiny_model("llama", num_hidden_layers=4), random_ids(1, TOKENS)
     full = kvfoundry.KVCache(model)
     forward_pieces(model, full, ids, [TOKENS])
-    cache = kvfoundry.KVCache(model, small_spec(name, 60))
+    cache = kvfoundry.KVCache(model, small_spec(name, 60, layers=4))
     cache.expect_prompt(TOKENS)
     forward_pieces(model, cache, ids, [40] * 10)
     assert cache.peak_nbytes < 0.5 * full.peak_nbytes

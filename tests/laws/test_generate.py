@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, QUERY_HEADS, random_ids
+from tiny_models import FAMILIES, random_ids
 from transformers import GenerationConfig, pipeline, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 import kvfoundry
 from kvfoundry.errors import DataError, KVFoundryError
+from kvfoundry.method import Method
+from kvfoundry.selection.budgets import HeadBudget, UniformBudget
 
+from .replay import Recorder
 from .support import EVICTING, NAMES, forward_pieces, greedy, small_spec
 
 
@@ -33,7 +36,7 @@ def plain(model: Any, tokenizer: Any, prompts: list[str], cache: Any, **options:
     return tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_text_is_that_of_model_generate(name, family, tiny_model, tokenizer):
     model, spec = tiny_model(family), small_spec(name)
@@ -60,12 +63,12 @@ def test_a_prompt_in_pieces_gives_the_text_of_the_full_cache(chunk, family, tiny
 @pytest.mark.parametrize("name", EVICTING)
 def test_a_prompt_in_pieces_is_evicted_after_each(name, tiny_model, tokenizer):
     """The same as feeding the pieces by hand, and a lower peak than the prompt at once."""
-    model, spec, prompt = tiny_model("llama"), small_spec(name), words(80, 5)
-    [found] = kvfoundry.generate(model, tokenizer, [prompt], spec, max_new_tokens=8, prefill_chunk=16, details=True)
+    model, spec, prompt = tiny_model("llama"), small_spec(name), words(320, 5)
+    [found] = kvfoundry.generate(model, tokenizer, [prompt], spec, max_new_tokens=8, prefill_chunk=64, details=True)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     cache = kvfoundry.KVCache(model, spec)
-    cache.expect_prompt(80)
-    forward_pieces(model, cache, ids, [16] * 4)
+    cache.expect_prompt(320)
+    forward_pieces(model, cache, ids, [64] * 4)
     assert found.token_ids == greedy(model, cache, ids, steps=8)[0].tolist()
     [at_once] = kvfoundry.generate(model, tokenizer, [prompt], spec, max_new_tokens=8, details=True)
     assert found.peak_bytes < at_once.peak_bytes
@@ -241,13 +244,11 @@ def test_several_prompts_cannot_continue_one_cache(tiny_model, tokenizer):
 
 def test_unequal_layers_and_heads_decode_on_both_backends(own_model, reference_model):
     """B30: visibly different lengths in layers and heads, 20 steps: no crash, the same tokens on eager and SDPA."""
-    from kvfoundry.method import Method
-    from kvfoundry.selection.budgets import HeadBudget, UniformBudget
 
     class Uneven(HeadBudget):
-        def allocate(self, scores: Any, view: Any, rows: Any, protected: Any) -> torch.Tensor:
+        def allocate(self, scores: Any, evidence: Any, rows: Any, protected: Any) -> torch.Tensor:
             shift = torch.tensor([4, -4])
-            return torch.minimum(view.lengths, rows[:, None] + shift)
+            return torch.minimum(evidence.rows.lengths, rows[:, None] + shift)
 
     class Steep(UniformBudget):
         def rows(self, seen: Any, layer_idx: int, num_layers: int) -> torch.Tensor:
@@ -266,9 +267,6 @@ def test_unequal_layers_and_heads_decode_on_both_backends(own_model, reference_m
             [12 + grown, 4 + grown],
         ]
     assert torch.equal(*tokens)
-    from .replay import Recorder
-
-    assert QUERY_HEADS == 8
     model, sequence = own_model("llama"), random_ids(1, 52, seed=4)
     recorder = Recorder(model, kvfoundry.KVCache(model, method), 52)
     found = [

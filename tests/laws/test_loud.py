@@ -249,7 +249,8 @@ def test_a_method_that_dropped_nothing_says_so_and_one_that_acted_keeps_its_shar
     for tokens in (4, 30, 200):
         cache = kvfoundry.KVCache(model, small_spec(name, 0.5))
         forward_pieces(model, cache, random_ids(1, tokens), [tokens])
-        assert cache.notes == [] and cache.kept_share == pytest.approx(0.5, abs=0.02)
+        unused = 0.02 if cache.method.unit is None else max(0.02, 2 * 4 / tokens)  # whole chunks, the last one short
+        assert cache.notes == [] and 0.5 - unused <= cache.kept_share <= 0.52
     cache = kvfoundry.KVCache(model, small_spec(name, 50))
     forward_pieces(model, cache, random_ids(1, 30), [30])
     assert cache.kept_share == 1.0 and "dropped nothing" in cache.notes[0] and "30 tokens" in cache.notes[0]

@@ -107,7 +107,7 @@ def test_a_share_is_of_the_real_tokens_of_each_row(name, tiny_model):
     cache = kvfoundry.KVCache(model, small_spec(name, 0.5))
     forward_pieces(model, cache, ids, [40], mask)
     mean = torch.stack([layer.lengths.float().mean(dim=1) for layer in cache.attention_layers]).mean(dim=0)
-    assert mean.tolist() == pytest.approx([20, 11, 4], abs=1)
+    assert mean.tolist() == pytest.approx([20, 11, 4], abs=1 if cache.method.unit is None else 4)
 
 
 @pytest.mark.parametrize("family", EVICTABLE)

@@ -19,7 +19,7 @@ from kvfoundry.errors import KVFoundryError
 from kvfoundry.layer import CacheLayer
 from kvfoundry.method import Method
 
-from .support import EVICTING, NAMES, forward_pieces, greedy, kept_positions, small_spec
+from .support import EVICTING, NAMES, forward_pieces, greedy, kept_average, kept_positions, small_spec
 
 
 def traces(model: PreTrainedModel) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Interruption(Exception):
 @pytest.mark.parametrize("layer_idx", [0, 1])
 @pytest.mark.parametrize("seen", [0, 30])
 def test_an_interrupted_call_is_noticed_and_reset_leads_on(point, layer_idx, seen, tiny_model, monkeypatch):
-    """B06: after an exception halfway the cache refuses to go on; a reset one equals a new one, as does another."""
+    """B06: after an exception in the middle the cache refuses to go on; reset, it equals a new one."""
     model, method = tiny_model("llama"), Method.parse("h2o(budget=12, window=4)")
     ids, b = random_ids(1, 40, seed=1), random_ids(1, 33, seed=2)
     cache = kvfoundry.KVCache(model, method)
@@ -204,9 +204,14 @@ def test_a_prompt_above_its_budget_is_compressed_exactly_once(name, tiny_model, 
     evict = acting_module.evict
     monkeypatch.setattr(acting_module, "evict", lambda *args: evictions.append(1) or evict(*args))
     cache = kvfoundry.KVCache(model, method)
-    forward_pieces(model, cache, random_ids(1, 60), [40, 1, 5, 1, 13])
+    ids = random_ids(1, 60)
+    forward_pieces(model, cache, ids, [40])
+    after_prompt = [layer.lengths for layer in cache.attention_layers]
+    assert 12 - 4 < kept_average(cache) <= 12
+    forward_pieces(model, cache, ids[:, 40:], [1, 5, 1, 13])
     assert len(evictions) == len(cache.attention_layers)
-    assert cache.layers[0].lengths.tolist() == [[12 + 20] * 2]
+    for layer, lengths in zip(cache.attention_layers, after_prompt, strict=True):
+        assert torch.equal(layer.lengths, lengths + 20)
 
 
 def test_importing_changes_neither_registry():

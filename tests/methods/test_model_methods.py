@@ -159,3 +159,55 @@ def test_a_model_without_rope_is_refused_when_the_cache_is_built():
     ids = torch.randint(0, 50, (1, 20))
     cache = prefilled(model.eval(), "snapkv(budget=12, window=4)+critical", ids)
     assert cache.layers[0].lengths.tolist() == [[12, 12]]
+
+
+def test_leverage_of_a_key_alone_in_its_direction_is_high(own_model):
+    """Against the definition with the projection matrix of all features, on the model's own keys before RoPE."""
+    from kvfoundry.rope import Rope
+    from kvfoundry.selection.scores.leverage import Leverage
+
+    model, ids = own_model("llama"), random_ids(1, 30)
+    full = prefilled(model, None, ids).layers[1]
+    cache = prefilled(model, "leverage(budget=10, sketch=12)", ids)
+    raw = Rope.of(model, 1).unrotate(full.keys, full.positions)
+    places = torch.arange(16 * 12).expand(1, 2, -1)
+    from kvfoundry.selection.scores.uniform_random import hashed_normal
+
+    phi = hashed_normal(0, 1, places).view(1, 2, 16, 12) / 12**0.5
+    features = (raw - raw.mean(dim=2, keepdim=True)) @ phi
+    gram = features.mT @ features + 0.01 * torch.eye(12)
+    leverage = (features @ gram.inverse() @ features.mT).diagonal(dim1=-2, dim2=-1)
+    for head in range(2):
+        wanted = set(leverage[0, head].topk(10).indices.tolist())
+        assert set(cache.layers[1].positions[0, head].tolist()) == wanted
+    assert Leverage(12) == Leverage(12, draws=(phi,))
+
+
+def test_the_random_numbers_are_normal():
+    from kvfoundry.selection.scores.uniform_random import hashed_normal
+
+    numbers = hashed_normal(3, 5, torch.arange(20000).expand(1, 2, -1))
+    assert abs(float(numbers.mean())) < 0.02 and abs(float(numbers.std()) - 1) < 0.02
+    assert abs(float((numbers[0, 0] * numbers[0, 1]).mean())) < 0.03
+    assert float((numbers.abs() < 0.6745).float().mean()) == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_noncausal_attention_written_out(padded):
+    from kvfoundry.method import Method
+
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 11, 8), torch.randn(1, 2, 11, 8), torch.randn(1, 2, 11, 8)
+    layer = Method.parse(f"noncausal(budget=5, chunk=4, padded={padded})").compress(query, key, value)
+    received = torch.zeros(2, 11)
+    for head in range(4):
+        for start in (0, 4, 8):
+            q, k = query[0, head, start : start + 4], key[0, head // 2, start : start + 4]
+            if padded and start == 8:
+                q, k = torch.cat([q, torch.zeros(1, 8)]), torch.cat([k, torch.zeros(1, 8)])
+            weights = (q @ k.T).softmax(dim=-1).sum(dim=0)
+            received[head // 2, start : start + 4] += weights[: min(4, 11 - start)] / 2
+    scores = received * value[0].norm(dim=-1)
+    smooth = torch.nn.functional.avg_pool1d(scores[None], 3, 1, 1)[0]
+    for head in range(2):
+        assert set(layer.positions[0, head].tolist()) == set(smooth[head].topk(5).indices.tolist())

@@ -72,16 +72,18 @@ class Claim:
 
     driver: "tensors" (q, k, v of one layer), "positions" (no tensors: any will do), "steps" (prefill, then single
     tokens), "model" (a tiny model, prefill and teacher-forced decoding), "selector" (attention instead of q and k),
-    "pages" (what a decode step reads), "one step" (values and attention of one merge) or "events" (a tiny model, merges
-    in decode), "codes" (rows under a codec, or its flow through prefill and decode), "plain codes" (every mode of int2,
-    int4 and int8), "element groups" (groups of single elements), "channels" and "channels of a model" (pruned keys), or
-    "layer pair" (rows of two layers). scores: the recorded ranking tensor; lowest: it ranks what goes first, so the
-    smallest stay. inject: the recorded scores are random draws, to be given. merged: which of keys and values are more
-    than copies. draws: the recorded draws of a merge as uniform numbers [1, heads, tokens], made for the first batch
-    row. normals: the score takes the recorded normal numbers of every layer (randn0, randn1, ...) in place of its own.
+    "pages" (what a decode step reads), "one step" (values and attention of one merge), "events" (a tiny model, merges
+    in decode), "decoding" (a tiny model, evictions in decode), "codes" (rows under a codec, or its flow through prefill
+    and decode), "plain codes" (every mode of int2, int4 and int8), "element groups" (groups of single elements),
+    "channels" and "channels of a model" (pruned keys), or "layer pair" (rows of two layers). scores: the recorded
+    ranking tensor; lowest: it ranks what goes first, so the smallest stay. inject: the recorded scores are random
+    draws, to be given. merged: which of keys and values are more than copies. draws: the recorded draws of a merge as
+    uniform numbers [1, heads, tokens], made for the first batch row.
+    unlike: the reason why a case cannot be reproduced, a known fault of the reference, or None.
+    normals: the score takes the recorded normal numbers of every layer (randn0, randn1, ...) in place of its own.
     """
 
-    driver: Literal["tensors", "positions", "steps", "model", "selector", "pages", "one step", "events",
+    driver: Literal["tensors", "positions", "steps", "model", "selector", "pages", "one step", "events", "decoding",
                     "codes", "plain codes", "element groups",
                     "channels", "channels of a model", "layer pair"]  # fmt: skip
     recipe: Callable[[Parameters, int], Recipe]
@@ -91,6 +93,7 @@ class Claim:
     merged: tuple[str, ...] = ()
     draws: Callable[[Case, int], Tensor] | None = None
     normals: bool = False
+    unlike: Callable[[dict[str, Any]], str | None] = lambda entry: None
 
 
 def recipe_for(case: Case, claim: Claim, tokens: int) -> Recipe:
@@ -263,9 +266,7 @@ def _press_keydiff(p: Parameters, tokens: int) -> Recipe:
 
 
 def _press_lagkv(p: Parameters, tokens: int) -> Recipe:
-    lag, sinks = p.take("lag_size"), p.take("n_sink")
-    ranking = "overall" if p.take("cross_scoring") else "partition"
-    return Recipe(_spec("lagkv", budget=_kept(p, tokens), lag=lag, sinks=sinks, ranking=ranking))
+    return Recipe(_of_press("LagKVPress", p, _kept(p, tokens)))
 
 
 def _of_press(name: str, p: Parameters, budget: int) -> str:
@@ -277,6 +278,13 @@ def _of_press(name: str, p: Parameters, budget: int) -> str:
         return _spec("l2norm", budget=budget, skip_layers=0)
     if name == "KeyDiffPress":
         return _spec("keydiff", budget=budget)
+    if name == "TOVAPress":
+        return _spec("tova", budget=budget) + _PROMPT_ONLY
+    if name == "ObservedAttentionPress":
+        return _spec("h2o", budget=budget, window=0, normalize=True) + _PROMPT_ONLY
+    if name == "LagKVPress":
+        ranking = "overall" if p.take("cross_scoring") else "partition"
+        return _spec("lagkv", budget=budget, lag=p.take("lag_size"), sinks=p.take("n_sink"), ranking=ranking)
     if name == "ExpectedAttentionPress":
         return _spec(
             "expected_attention",
@@ -331,6 +339,41 @@ def _press_cur(p: Parameters, tokens: int) -> Recipe:
     return Recipe(_spec("cur", budget=_kept(p, tokens), sinks=sinks, leverage=leverage, block=block, seed=seed))
 
 
+def _press_leverage(p: Parameters, tokens: int) -> Recipe:
+    return Recipe(_spec("leverage", budget=_kept(p, tokens), sketch=p.take("sketch_dimension")))
+
+
+def _press_noncausal(p: Parameters, tokens: int) -> Recipe:
+    return Recipe(_spec("noncausal", budget=_kept(p, tokens), chunk=p.take("chunk_size"), padded=True))
+
+
+_DECODE_PRESSES = ("KnormPress", "KeyDiffPress")
+
+
+def _press_decoding(p: Parameters, tokens: int) -> Recipe:
+    """Nothing goes in the prompt; in decode, every so many tokens, down to the target."""
+    # Scores are of the present rows, so the buffer of hidden states is never read.
+    p.without_effect("hidden_states_buffer_size")
+    every, target = p.take("compression_interval"), p.take("target_size")
+    inner = _of_press(p.take("base_press"), p, target)
+    return Recipe(f"{inner}+{_spec('schedule', prefill='never', every=every, cap=target)}")
+
+
+def _press_prefill_decoding(p: Parameters, tokens: int) -> Recipe:
+    p.without_effect("hidden_states_buffer_size")
+    press, every, target = p.take("prefill"), p.take("compression_interval"), p.take("target_size")
+    if press != p.take("base_press"):
+        raise Unmapped("the prompt and the decoding were compressed by two different presses")
+    inner = _of_press(press, p, _kept(p, tokens))
+    return Recipe(f"{inner}+{_spec('schedule', every=every, cap=target)}")
+
+
+def _turns_queries(entry: dict[str, Any]) -> str | None:
+    """Why a decoding case cannot be ours: window queries all turned to the position of the newest token."""
+    press = entry["params"]["base_press"]
+    return None if press in _DECODE_PRESSES else f"{press} in decode rotates earlier queries with a wrong position"
+
+
 def _press_critical_adakv(p: Parameters, tokens: int) -> Recipe:
     kept = max(1, int(tokens * (1 - p.look("compression_ratio"))))
     heads = _spec("adaptive_heads", floor=float(p.take("alpha_safeguard")), rule="kvpress")
@@ -342,12 +385,8 @@ def _press_critical_adakv(p: Parameters, tokens: int) -> Recipe:
 
 def _press_adakv(p: Parameters, tokens: int) -> Recipe:
     """A wrapper: the press inside gives the scores."""
-    inner = {"SnapKVPress": _press_snapkv, "KnormPress": _press_knorm}
-    press = p.take("press")
-    if press not in inner:
-        raise Unmapped(f"no mapping for {press} under AdaKV")
     heads = _spec("adaptive_heads", floor=float(p.take("alpha_safeguard")), rule="kvpress")
-    return Recipe(f"{inner[press](p, tokens).spec}+{heads}")
+    return Recipe(f"{_of_press(p.take('press'), p, _kept(p, tokens))}+{heads}")
 
 
 # --- merges -----------------------------------------------------------------------------------------------------------
@@ -385,7 +424,16 @@ def _factory_cam_draws(case: Case, tokens: int) -> Tensor:
 
 
 def _press_merging(p: Parameters, tokens: int) -> Recipe:
-    presses = {"SnapKVPress": _press_snapkv, "KnormPress": _press_knorm}
+    presses = {
+        "ExpectedAttentionPress": _press_expected_attention,
+        "KeyDiffPress": _press_keydiff,
+        "KnormPress": _press_knorm,
+        "LagKVPress": _press_lagkv,
+        "PyramidKVPress": _press_pyramidkv,
+        "SnapKVPress": _press_snapkv,
+        "StreamingLLMPress": _press_streaming_llm,
+        "TOVAPress": _press_tova,
+    }
     press = p.take("press")
     if press not in presses:
         raise Unmapped(f"no mapping for the wrapped {press}")
@@ -571,6 +619,10 @@ CLAIMS: dict[Key, Claim] = {
     ("eviction", "kvpress", "critical_adakv"): Claim("model", _press_critical_adakv),
     ("eviction", "kvpress", "block"): Claim("model", _press_block),
     ("eviction", "kvpress", "cur"): Claim("model", _press_cur, normals=True),
+    ("eviction", "kvpress", "leverage_score"): Claim("model", _press_leverage, normals=True),
+    ("eviction", "kvpress", "non_causal_attn"): Claim("model", _press_noncausal),
+    ("eviction", "kvpress", "decoding"): Claim("decoding", _press_decoding, unlike=_turns_queries),
+    ("eviction", "kvpress", "prefill_decoding"): Claim("decoding", _press_prefill_decoding, unlike=_turns_queries),
 }
 
 # Folders whose name is not that of our method; every other folder is looked up under its own name without underscores.

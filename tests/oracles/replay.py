@@ -24,7 +24,7 @@ def replay(case: Case, claim: Claim) -> None:
 
     drivers = {"tensors": _tensors, "positions": _positions, "steps": _steps, "model": _model}
     drivers |= {"selector": selectors.replay, "pages": pages.replay}
-    drivers |= {"one step": merges.replay_step, "events": merges.replay_events}
+    drivers |= {"one step": merges.replay_step, "events": merges.replay_events, "decoding": _decoding}
     drivers |= dict.fromkeys(("plain codes", "codes", "element groups"), codes.replay)
     drivers |= {"channels": channels.replay_tensors, "channels of a model": channels.replay_model}
     drivers |= {"layer pair": layer_pairs.replay}
@@ -287,6 +287,41 @@ def _unmasked(case: Case, tokens: int) -> dict[int, Tensor]:
         lengths = readable.flatten(0, 1).sum(dim=-1)
         kept[layer] = _padded(rows, lengths, fill=-1)[0].unflatten(0, readable.shape[:2])
     return kept
+
+
+# --- a tiny model, compressed while it decodes ------------------------------------------------------------------------
+
+
+def _decoding(case: Case, claim: Claim) -> None:
+    folder = case.folder.parent / "_models" / case.entry["model"]
+    tokens, steps = case.entry["seq_len"], case.entry["decode_steps"]
+    ids = load_file(folder / "baseline.safetensors")["input_ids"].long()[: case.entry["batch"]]
+    recipe = recipe_for(case, claim, tokens)
+    model = _load(folder)
+    cache = kvfoundry.KVCache(model, recipe.spec)
+    numbers: dict[int, int] = {}  # events of a layer so far
+    logits = []
+    with torch.no_grad():
+        model(ids[:, :tokens], None, None, cache)
+        for layer, kept in enumerate(cache.layers):
+            recorded = case.tensor(f"prefill.l{layer}.positions")
+            if recorded is not None:
+                _compare_kept(kept.positions, kept.lengths, recorded, where=f"{recipe.spec}, prompt, layer {layer}")
+        for step in range(steps):
+            logits.append(model(ids[:, tokens + step : tokens + step + 1], None, None, cache).logits[:, -1])
+            for event in (event for event in case.entry["events"] if event["step"] == step):
+                layer = event["layer"]
+                number = numbers[layer] = numbers.get(layer, -1) + 1
+                recorded = case.tensor(f"e{number}.l{layer}.positions")
+                assert recorded is not None, f"event {number} of layer {layer} has no positions"
+                kept = cache.layers[layer]
+                where = f"{recipe.spec}, step {step}, layer {layer}"
+                _compare_kept(kept.positions, kept.lengths, recorded, where=where)
+    lengths = [int(layer.lengths.max()) for layer in cache.layers]
+    assert lengths == case.entry["final_cache_len"], f"{recipe.spec}: {lengths}"
+    wanted = case.tensor("decode_logits")
+    assert wanted is not None
+    torch.testing.assert_close(torch.stack(logits, dim=1), wanted, **case.tolerance("logits"))
 
 
 _MODELS: dict[Path, PreTrainedModel] = {}

@@ -18,7 +18,7 @@ def quest(
     page: int = 16,
     skip_layers: int = 2,
     rule: str = "kernel",
-    recent: int = 0,
+    recent: int = 16,
     granularity: str = "kv_head",
     group: str = "max",
 ) -> Piece:
@@ -34,7 +34,7 @@ def quest(
     reads the newest `recent` rows and exactly as many others as the budget leaves, cut at the newest end; `recent` is
     for this rule only.
     granularity: "kv_head" reads one set of pages per KV head, for its query heads together, by the `group` reduction of
-    their scores; "query_head", as in the paper's code, one set for each.
+    their scores; "query_head", as in the paper's code and wherever the stored rows differ by query head, one for each.
     """
     checked_amount(budget)
     whole("page", page, least=1)

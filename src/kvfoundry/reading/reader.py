@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -21,6 +21,7 @@ from kvfoundry.reading.pages import (
 )
 from kvfoundry.reading.state import PageState
 from kvfoundry.selection.budgets import Amount, resolved
+from kvfoundry.selection.evidence import Granularity, Group
 
 Rule = Literal["kernel", "evaluation", "tokens"]
 
@@ -43,8 +44,13 @@ class Reader(ABC):
         reading: Reading,
         state: PageState | None,
         budget: Tensor,
+        granularity: Granularity,
     ) -> tuple[Tensor, PageState | None]:
-        """Output like `Layout.attend`, and the state for the next call. state: None when the rows are not known yet."""
+        """Output like `Layout.attend`, and the state for the next call.
+
+        state: None when the rows are not known yet. budget: [batch]. granularity: that of the stored rows; where every
+        query head may come to have rows of its own, it chooses for itself from the start.
+        """
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,9 @@ class PageReader(Reader):
     page: int = 16
     skip_layers: int = 2
     rule: Rule = "kernel"
-    recent: int = 0
-    granularity: Literal["kv_head", "query_head"] = "kv_head"
-    group: Literal["mean", "max", "sum"] = "max"
+    recent: int = 16
+    granularity: Granularity = "kv_head"
+    group: Group = "max"
 
     def budget_rows(self, seen: Tensor) -> Tensor:
         return resolved(self.budget, seen)
@@ -73,7 +79,11 @@ class PageReader(Reader):
         reading: Reading,
         state: PageState | None,
         budget: Tensor,
+        granularity: Granularity,
     ) -> tuple[Tensor, PageState | None]:
+        if granularity == "query_head" and self.granularity == "kv_head":
+            own = replace(self, granularity="query_head")
+            return own.attend(rows, query, query_positions, reading, state, budget, granularity)
         if bool((rows.lengths <= budget[:, None]).all()):
             return rows.attend(query, query_positions, reading), state
         stretches = rows.stretches()
