@@ -19,7 +19,7 @@ from kvfoundry.kernels.attention import backend
 from kvfoundry.layer import CacheLayer, Prompt, storage_bytes
 from kvfoundry.layouts.pair_store import MiniCachePairStore
 from kvfoundry.method import Method
-from kvfoundry.pairing import LayerPair
+from kvfoundry.pairing import LayerPair, far_apart
 from kvfoundry.rope import Rope
 from kvfoundry.selection.budgets import ModelShape
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
@@ -117,7 +117,9 @@ class KVCache(Cache):
         if (self.method.evicts or self.method.codec is not None) and not self._full_layers():
             return [f"{self.method} acts on no layer: all attention layers of this model have a window of their own."]
         if self.method.pairs is not None:
-            return [] if self.pairs else [f"{self.method} acts on no layer: this model has no pair of layers there."]
+            if not self.pairs:
+                return [f"{self.method} acts on no layer: this model has no pair of layers there."]
+            return far_apart(self.method, self.pairs[0].store)
         if self.method.evicts and not any(layer.evicts for layer in self.attention_layers):
             return [f"{self.method} acts on no layer: it skips all {len(self._full_layers())} full-attention layers."]
         if self.method.read is not None and not self.method.evicts and self.method.codec is None:

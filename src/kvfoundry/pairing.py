@@ -12,6 +12,11 @@ from kvfoundry.layouts.paired import PairedRows
 
 if TYPE_CHECKING:
     from kvfoundry.layer import CacheLayer
+    from kvfoundry.method import Method
+
+
+# Mean angle in degrees from which a shared direction is far from both rows; unrelated rows are 90 apart.
+FAR_APART = 45.0
 
 
 @dataclass
@@ -55,3 +60,14 @@ def _fresh(layer: CacheLayer) -> RowsView:
     """The rows of a layer that are not merged yet."""
     assert layer.rows is not None
     return layer.rows.fresh.view() if isinstance(layer.rows, PairedRows) else layer.rows.view()
+
+
+def far_apart(method: Method, store: MiniCachePairStore) -> list[str]:
+    """What a reader of results must know where the rows of a pair have little in common; empty where they do."""
+    if store.furthest is None or store.furthest[1] <= FAR_APART:
+        return []
+    (earlier, later), degrees = store.furthest
+    return [
+        f"{method}: keys and values of layers {earlier} and {later} are {degrees:.0f} degrees apart on average "
+        "(unrelated rows are 90), so merging them changes answers; merge fewer layers (start) or retain more rows."
+    ]

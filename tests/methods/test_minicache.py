@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -21,7 +22,7 @@ from kvfoundry.layouts.base import Reading
 from kvfoundry.layouts.pair_store import MiniCachePairStore
 from kvfoundry.layouts.paired import PairedRows
 from kvfoundry.method import Method
-from kvfoundry.pairing import LayerPair
+from kvfoundry.pairing import LayerPair, far_apart
 
 from .support import LargestTensor
 
@@ -388,6 +389,27 @@ def test_it_says_when_it_acts_on_no_layer(tiny_model):
         assert torch.equal(
             greedy(tiny_model(family), cache, random_ids(1, 30)), greedy(tiny_model(family), None, random_ids(1, 30))
         )
+
+
+def test_it_says_when_the_layers_of_a_pair_have_little_in_common(tiny_model):
+    cache = kvfoundry.KVCache(tiny_model("llama"), ALL)
+    assert cache.notes == []
+    forward_pieces(tiny_model("llama"), cache, random_ids(1, 40), [40])
+    sides = [merge_rows(old, new, 0.6).angle for old, new in zip(*exact_rows(tiny_model), strict=True)]
+    degrees = float(torch.stack(sides).mean()) * 180 / math.pi
+    assert f"layers 0 and 1 are {degrees:.0f} degrees apart" in cache.notes[0]
+    assert cache.fork().notes == cache.notes
+    cache.reset()
+    assert cache.notes == []
+    alike = pair_of_layers()
+    feed(alike, rows(40, 1), rows(40, 1), [40])
+    assert far_apart(Method.parse(ALL), alike.store) == []
+
+
+def exact_rows(tiny_model) -> list[tuple[Tensor, Tensor]]:
+    full = kvfoundry.KVCache(tiny_model("llama"))
+    forward_pieces(tiny_model("llama"), full, random_ids(1, 40), [40])
+    return [(layer.keys, layer.values) for layer in full.layers]
 
 
 def test_tensors_of_one_layer_are_not_enough():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -116,15 +117,19 @@ class MergedPair:
         self.directions, self.magnitudes, self.retained = directions, magnitudes, retained
 
     @classmethod
-    def of_prompt(cls, earlier: RowsView, later: RowsView, t: float, share: float) -> MergedPair:
-        """Merge a whole prompt: of every head, `share` of the rows, those with the largest angles, stay exact."""
+    def of_prompt(cls, earlier: RowsView, later: RowsView, t: float, share: float) -> tuple[MergedPair, float]:
+        """Merge a whole prompt: of every head, `share` of the rows, those with the largest angles, stay exact.
+
+        Also returns how far apart the rows are: the mean angle in degrees, over keys and values.
+        """
         directions: dict[Side, Tensor] = {}
         magnitudes: dict[tuple[Half, Side], Tensor] = {}
         retained: dict[Side, Retained] = {}
-        valid = later.valid
+        valid, angles = later.valid, []
         for side in SIDES:
             merged = merge_rows(getattr(earlier, side), getattr(later, side), t)
             counts = torch.tensor([[retained_count(n, share) for n in row] for row in later.lengths.tolist()])
+            angles.append(merged.angle[valid].mean())
             angle = merged.angle.masked_fill(~valid, -1.0)
             slots = widest_angles(angle, counts)
             others = F.pad(angle, (0, 1), value=-1.0).scatter(2, slots.where(slots >= 0, angle.shape[2]), -1.0)
@@ -137,7 +142,7 @@ class MergedPair:
             later.positions.clone(),
             later.lengths,
         )
-        return cls(rows, magnitudes, retained)
+        return cls(rows, magnitudes, retained), math.degrees(float(torch.stack(angles).mean()))
 
     def append(self, earlier: RowsView, later: RowsView, t: float, share: float) -> None:
         """Merge new rows behind the others, each decided by itself.
@@ -278,6 +283,7 @@ class MiniCachePairStore:
     def __init__(self, t: float = 0.6, retention: float = 0.05):
         self.t, self.retention = t, retention
         self._pairs: dict[tuple[int, int], MergedPair] = {}
+        self._apart: dict[tuple[int, int], float] = {}
 
     def merge_pair(self, earlier: int, later: int, earlier_rows: Rows, later_rows: Rows) -> None:
         """Merge rows that both layers hold: the first ones as a prompt, later ones each by itself.
@@ -304,7 +310,7 @@ class MiniCachePairStore:
         if key in self._pairs:
             self._pairs[key].append(views[0], views[1], self.t, self.retention)
         else:
-            self._pairs[key] = MergedPair.of_prompt(views[0], views[1], self.t, self.retention)
+            self._pairs[key], self._apart[key] = MergedPair.of_prompt(views[0], views[1], self.t, self.retention)
 
     def has_pair(self, earlier: int, later: int) -> bool:
         """Whether rows of these two layers are merged."""
@@ -325,10 +331,17 @@ class MiniCachePairStore:
     def clear_pair(self, earlier: int, later: int) -> None:
         """Forget the rows of this pair."""
         self._pairs.pop(_pair(earlier, later), None)
+        self._apart.pop(_pair(earlier, later), None)
 
     def clear(self) -> None:
         """Forget all pairs."""
         self._pairs.clear()
+        self._apart.clear()
+
+    @property
+    def furthest(self) -> tuple[tuple[int, int], float] | None:
+        """The pair whose prompt rows differ most, and their mean angle in degrees; None before the first prompt."""
+        return max(self._apart.items(), key=lambda item: item[1]) if self._apart else None
 
     def pair(self, earlier: int, later: int) -> MergedPair:
         """What is stored of a pair."""
@@ -345,6 +358,7 @@ class MiniCachePairStore:
         """An independent store over the same memory."""
         twin = copy.copy(self)
         twin._pairs = {key: pair.shared() for key, pair in self._pairs.items()}
+        twin._apart = dict(self._apart)
         return twin
 
 

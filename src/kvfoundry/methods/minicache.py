@@ -21,6 +21,7 @@ def minicache(start: float = 0.5, t: float = 0.6, retention: float = 0.05) -> Pi
     those whose angle is larger than any that was merged there, as long as the share holds. Every row is read exactly in
     the call in which it is new.
 
+    All this rests on neighbouring layers being alike: `cache.notes` says so when a prompt shows that they are not.
     Both layers of a pair must be of one kind and shape: families that alternate kinds of layers are refused by name.
     Pairs of window layers stay as they are.
     """
