@@ -56,6 +56,7 @@ def imports_of(path: Path) -> set[str]:
     [
         ("kernels", {"layouts", "selection", "cache", "layer", "method", "methods", "evaluate", "cli"}),
         ("layouts", {"selection", "cache", "layer", "method", "methods", "evaluate", "cli"}),
+        ("codecs", {"layouts", "selection", "cache", "layer", "method", "methods", "evaluate", "cli"}),
         ("merging", {"cache", "layer", "method", "methods", "evaluate", "cli"}),
         ("selection", {"cache", "layer", "methods", "evaluate", "cli", "generation"}),
         ("methods", {"cache", "layer", "attention", "evaluate", "cli", "generation"}),

@@ -76,17 +76,28 @@ class Coding:
             self.codec = self.method.codec.at(*sites)
 
     def after(
-        self, rows: Layout, query: Tensor, positions: Tensor, losses: Losses, *, prompt_ends: bool, waits: bool
+        self,
+        rows: Layout,
+        query: Tensor | None,
+        positions: Tensor | None,
+        losses: Losses,
+        *,
+        prompt_ends: bool,
+        waits: bool,
     ) -> Layout:
         """The rows after a call. prompt_ends: it is the last one of the prompt, or later; waits: nothing may be coded.
 
         query: [batch, query_heads, tokens, head_dim] of the call, real tokens first; positions: [batch, tokens].
+        None when rows become free to be coded between calls.
         """
         assert self.codec is not None
         if rows.coded:
             return rows.flushed()
         wanted = max(self.codec.window, _PROBED_QUERIES)
-        if self._window is not None:
+        if query is None or positions is None:
+            assert self._window is not None
+            query, positions = self._window
+        elif self._window is not None:
             query = torch.cat([self._window[0], query], dim=2)
             positions = torch.cat([self._window[1], positions], dim=1)
         query, positions = newest(query, positions, wanted)

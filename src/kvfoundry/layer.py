@@ -336,7 +336,13 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         if dropped:
             self.rows_lost_at, self._pages = self.seen, None
 
-    def _code(self, query: Tensor, positions: Tensor) -> None:
+    def end_reconstruction(self) -> None:
+        """The prompt has been read the second time: what stays of it may be written down."""
+        self.reconstructed = True
+        self._code()
+        self._note_bytes()
+
+    def _code(self, query: Tensor | None = None, positions: Tensor | None = None) -> None:
         """Let the codec write down what is due. Rows that the prompt's end may still drop or mix are left whole."""
         if self._coding is None:
             return

@@ -58,7 +58,7 @@ def compress_by_reconstruction(
         received = _received(model, tokenizer, cache, layers, plan, ids, mask)
         _evict(cache, layers, received, plan)
     for layer in cache.attention_layers:
-        layer.reconstructed = True
+        layer.end_reconstruction()
 
 
 def _check(cache: KVCache, layers: list[CacheLayer], ids: Tensor, mask: Tensor) -> None:

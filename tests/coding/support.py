@@ -10,6 +10,7 @@ from torch import Tensor
 from kvfoundry.layer import CacheLayer
 from kvfoundry.layouts import CodedRows
 from kvfoundry.method import Method
+from kvfoundry.prompt_mask import PromptMask
 
 SPECS = [
     "int8(group=16)",
@@ -39,8 +40,8 @@ def feed(
     layer.prompt.tokens = prompt
     for size in pieces:
         part = slice(start, start + size)
-        seen = None if mask is None else mask[:, part]
-        layer.step(query[:, :, part], key[:, :, part], value[:, :, part], attention_mask=seen)
+        layer.update(key[:, :, part], value[:, :, part])
+        layer.attend(query[:, :, part], PromptMask(attention_mask=None if mask is None else mask[:, : part.stop]))
         start += size
     return layer
 
@@ -56,7 +57,8 @@ def parts(layer: CacheLayer) -> dict[str, Tensor]:
             found |= {f"{name}.{kind}.{part}": tensor for part, tensor in getattr(side, kind).items()}
         if side.block_of is not None:
             found[f"{name}.block_of"] = side.block_of
-    return found
+    # A head without coded rows may have no such tensor yet, or an empty one.
+    return {name: tensor for name, tensor in found.items() if tensor.numel()}
 
 
 def assert_same_parts(left: CacheLayer, right: CacheLayer) -> None:
