@@ -340,7 +340,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         """The prompt has been read the second time: what stays of it may be written down."""
         self.reconstructed = True
         self._code()
-        self._note_bytes()
+        self.note_bytes()
 
     def _code(self, query: Tensor | None = None, positions: Tensor | None = None) -> None:
         """Let the codec write down what is due. Rows that the prompt's end may still drop or mix are left whole."""
