@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "KVCache": "cache",
     "Method": "method",
+    "MiniCachePairStore": "layouts.pair_store",
     "attach": "attention",
     "compress_by_reconstruction": "reconstruction",
     "generate": "generation",
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kvfoundry.errors import KVFoundryError as KVFoundryError
     from kvfoundry.generation import generate as generate
     from kvfoundry.generation import prefill as prefill
+    from kvfoundry.layouts.pair_store import MiniCachePairStore as MiniCachePairStore
     from kvfoundry.method import Method as Method
     from kvfoundry.models import load as load
     from kvfoundry.reconstruction import compress_by_reconstruction as compress_by_reconstruction

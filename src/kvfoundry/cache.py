@@ -18,7 +18,9 @@ from kvfoundry.coding import Losses
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
 from kvfoundry.kernels.attention import backend
 from kvfoundry.layer import CacheLayer, Prompt, storage_bytes
+from kvfoundry.layouts.pair_store import MiniCachePairStore
 from kvfoundry.method import Method
+from kvfoundry.pairing import LayerPair, far_apart
 from kvfoundry.rope import Rope
 from kvfoundry.selection.budgets import ModelShape
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
@@ -44,6 +46,7 @@ class KVCache(Cache):
         attach(model)
         self.prompt = Prompt()
         super().__init__(layers=_layers(model, self.method, self.prompt))
+        self.pairs = _paired(self.layers, self.method, family_of(model))
 
     @cached_property
     def _first(self) -> CacheLayer:
@@ -114,6 +117,10 @@ class KVCache(Cache):
     def _idle_notes(self) -> list[str]:
         if (self.method.evicts or self.method.codec is not None) and not self._full_layers():
             return [f"{self.method} acts on no layer: all attention layers of this model have a window of their own."]
+        if self.method.pairs is not None:
+            if not self.pairs:
+                return [f"{self.method} acts on no layer: this model has no pair of layers there."]
+            return far_apart(self.method, self.pairs[0].store)
         if self.method.evicts and not any(layer.evicts for layer in self.attention_layers):
             return [f"{self.method} acts on no layer: it skips all {len(self._full_layers())} full-attention layers."]
         if self.method.read is not None and not self.method.evicts and self.method.codec is None:
@@ -140,6 +147,8 @@ class KVCache(Cache):
         twin.method, twin.prompt = self.method, replace(self.prompt)
         layers = [layer.fork(twin.prompt) if isinstance(layer, CacheLayer) else layer for layer in self.layers]
         Cache.__init__(twin, layers=layers)
+        store = self.pairs[0].store.fork() if self.pairs else None
+        twin.pairs = [] if store is None else [pair.fork(store, layers) for pair in self.pairs]
         return twin
 
     def _is_stateless(self) -> list[bool]:
@@ -176,6 +185,25 @@ def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None
             "slot positions; use positions='original'."
         )
     return rope
+
+
+def _paired(layers: list[Any], method: Method, family: str) -> list[LayerPair]:
+    """The pairs of layers that the method merges; UnsupportedModelError where the layers of a pair differ in kind."""
+    if method.pairs is None:
+        return []
+    store, found = MiniCachePairStore(method.pairs.t, method.pairs.retention), []
+    for numbers in method.pairs.of(len(layers)):
+        earlier, later = (layers[i] for i in numbers)
+        kinds = {layer.rule if isinstance(layer, CacheLayer) else None for layer in (earlier, later)}
+        if len(kinds) > 1:
+            raise UnsupportedModelError(
+                f"{family}: {method} merges neighbouring layers, but its layers {numbers[0]} and {numbers[1]} are of "
+                "different kinds (full attention, window or state); minicache needs layers of one kind."
+            )
+        if kinds == {WHOLE_PAST}:
+            found.append(LayerPair(store, numbers, earlier, later))
+            found[-1].bind()
+    return found
 
 
 def _shape(model: PreTrainedModel) -> ModelShape:

@@ -1,6 +1,6 @@
 """What a codec does with one layer after each call: wait for the prompt, settle, encode, and say what it costs.
 
-A `KVCodec` has no state; what it has to remember between calls of one layer lives here, inside the cache.
+A `RowsCodec` has no state; what it has to remember between calls of one layer lives here, inside the cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvfoundry.codecs.base import KVCodec, Site
+from kvfoundry.codecs.base import KVCodec, RowsCodec, Site
 from kvfoundry.columns import newest
 from kvfoundry.errors import DataError
 from kvfoundry.layouts import CodedRows, Layout
@@ -45,7 +45,8 @@ class Losses:
         layer, worst = max(self.by_layer.items(), key=lambda item: item[1])
         if worst <= WARN_LOGIT_ERROR:
             return None
-        way_out = "add rotate() or use more bits" if method.codec and method.codec.rotation is None else "use more bits"
+        plain = isinstance(method.codec, KVCodec) and method.codec.rotation is None
+        way_out = "add rotate() or use more bits" if plain else "use more bits"
         return (
             f"{method} changes the attention logits of layer {layer} by {worst:.0%} of their spread (more than "
             f"{WARN_LOGIT_ERROR:.0%}): this model's key channels do not suit it; {way_out}."
@@ -58,7 +59,7 @@ class Coding:
     def __init__(self, method: Method, layer_idx: int, num_layers: int, family: str, rope: Rope | None):
         assert method.codec is not None
         self.method, self.place, self.family, self.rope = method, (layer_idx, num_layers), family, rope
-        self.codec: KVCodec | None = None
+        self.codec: RowsCodec | None = None
         self._window: tuple[Tensor, Tensor] | None = None
 
     def enter(self, keys: Tensor, values: Tensor) -> None:
@@ -90,7 +91,7 @@ class Coding:
         None when rows become free to be coded between calls.
         """
         assert self.codec is not None
-        if isinstance(rows, CodedRows):
+        if rows.coded:
             return rows.flushed()
         wanted = max(self.codec.window, _PROBED_QUERIES)
         if query is None or positions is None:
@@ -109,8 +110,8 @@ class Coding:
         asked = (query * (positions >= 0)[:, None, :, None])[:, :, -window:] if window else None
         if asked is not None and asked.shape[2] < window:
             asked = torch.nn.functional.pad(asked, (0, 0, window - asked.shape[2], 0))
-        coded = CodedRows.of(self.codec, view, asked)
-        if query.shape[2] > 1:
+        coded = self.codec.store(view, asked)
+        if isinstance(coded, CodedRows) and query.shape[2] > 1:
             error = logit_error(coded, view, query[:, :, -_PROBED_QUERIES:])
             if error is not None:
                 losses.by_layer[self.place[0]] = error

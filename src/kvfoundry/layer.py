@@ -23,6 +23,7 @@ from kvfoundry.kernels.attention import AttentionKernel, backend
 from kvfoundry.layouts import DenseRows, Layout
 from kvfoundry.layouts.base import Reading
 from kvfoundry.method import Method
+from kvfoundry.pairing import LayerPair
 from kvfoundry.prompt_mask import PromptMask
 from kvfoundry.reading.state import PageState
 from kvfoundry.rope import Rope
@@ -80,6 +81,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         self.rope = rope
         # Called in place of eviction while set; the rows of such a call are read and then forgotten.
         self.watch: Callable[[CacheLayer, Tensor, Tensor, Reading, nn.Module | None], None] | None = None
+        self.pair: LayerPair | None = None  # set by the cache where the method merges two layers
         self._noted = 0
         self._clear()
 
@@ -99,7 +101,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         self._halfway = False  # inside `attend`, or thrown out of it
         self.is_initialized = False
         self.peak_nbytes = 0
-        self._note_bytes()
+        self.note_bytes()
 
     # The extension points of transformers.
 
@@ -218,7 +220,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         assert self.rows is not None
         output = self._read(query, tokens.positions, reading, in_prompt=in_prompt)
         if columns > 1:  # a single row cannot make a new peak that `peak_nbytes` of the cache would not see
-            self._note_bytes()
+            self.note_bytes()
         if self.watch is not None:
             self.watch(self, query, tokens.positions, reading, module)
             assert before[0] is not None
@@ -232,9 +234,12 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             self._act(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
         elif self.rule.span is not None:
             self._leave_window(columns)
+        if self.pair is not None:
+            assert self.prompt.tokens is not None
+            self.pair.after(self, prompt_open=self.seen < self.prompt.tokens)
         self._code(query, tokens.positions)
         if columns > 1:
-            self._note_bytes()
+            self.note_bytes()
         self._halfway = False
         return output if tokens.gather is None else restored_columns(output, tokens.gather, tokens.positions, columns)
 
@@ -243,7 +248,8 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         """Whether a call ended in an exception after rows were stored: only `reset` leads on from there."""
         return self._halfway or self._pending is not None
 
-    def _note_bytes(self) -> None:
+    def note_bytes(self) -> None:
+        """Report to the cache what this layer holds now."""
         held = self.nbytes
         self.prompt.nbytes += held - self._noted
         self._noted = held
@@ -295,7 +301,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         kept = evict(method, self.rows, evidence, self.budget_rows())
         if kept is not self.rows:
             self.rows, self.rows_lost_at, self._pages = kept, self.seen, None
-        self._note_bytes()
+        self.note_bytes()
 
     def _store(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None) -> None:
         assert self.real is not None
@@ -334,7 +340,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         """The prompt has been read the second time: what stays of it may be written down."""
         self.reconstructed = True
         self._code()
-        self._note_bytes()
+        self.note_bytes()
 
     def _code(self, query: Tensor | None = None, positions: Tensor | None = None) -> None:
         """Let the codec write down what is due. Rows that the prompt's end may still drop or mix are left whole."""
@@ -406,13 +412,15 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         """Batch rows; AttributeError before the first call, as transformers expects."""
-        if self.rows is None:
+        if self.real is None:
             raise AttributeError("batch_size is not known before the first call")
-        return self.rows.lengths.shape[0]
+        return self.real.shape[0]
 
     def reset(self) -> None:
         """Back to an empty layer; the memory is freed."""
         self._clear()
+        if self.pair is not None:
+            self.pair.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take tokens back. Negative: that many of the newest; positive: down to that length (as transformers has it).
@@ -431,7 +439,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
                 "Use fullkv for assisted or prompt-lookup decoding, or fork() the cache before trying tokens."
             )
         if remaining == 0:
-            self._clear()
+            self.reset()
             return
         assert self.real is not None
         removed = self.seen - remaining
@@ -462,7 +470,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every batch row `repeats` times, next to itself."""
         if self.rows is not None:
-            self.batch_select_indices(torch.arange(self.rows.lengths.shape[0]).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """The batch rows `indices`, everything that belongs to a row included."""

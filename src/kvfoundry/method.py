@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvfoundry.codecs.base import KVCodec
+from kvfoundry.codecs.base import RowsCodec
+from kvfoundry.codecs.minicache import LayerPairs
 from kvfoundry.codecs.rotation import Rotation
 from kvfoundry.errors import SpecError
 from kvfoundry.merging import Disposal
@@ -67,7 +68,8 @@ class Piece:
     refine: Refinement | None = None
     dispose: Disposal | None = None
     read: Reader | None = None
-    codec: KVCodec | None = None
+    pairs: LayerPairs | None = None
+    codec: RowsCodec | None = None
     rotation: Rotation | None = None
     protect: Protect | None = None
     schedule: Schedule | None = None
@@ -101,7 +103,8 @@ class Method:
     refine: Refinement | None = field(default=None, compare=False)
     dispose: Disposal | None = field(default=None, compare=False)
     read: Reader | None = field(default=None, compare=False)
-    codec: KVCodec | None = field(default=None, compare=False)
+    pairs: LayerPairs | None = field(default=None, compare=False)
+    codec: RowsCodec | None = field(default=None, compare=False)
     protect: Protect = field(default=Protect(), compare=False)
     schedule: Schedule = field(default=Schedule(), compare=False)
     granularity: Granularity = field(default="kv_head", compare=False)
@@ -134,8 +137,8 @@ class Method:
 
     @property
     def lossy(self) -> bool:
-        """True when rows that stay are not stored as they were computed: a codec rounds them."""
-        return self.codec is not None
+        """True when rows that stay are not stored as they were computed: a codec rounds them, layers share them."""
+        return self.codec is not None or self.pairs is not None
 
     @property
     def takes_budget(self) -> bool:
@@ -149,6 +152,8 @@ class Method:
             return "the model to repeat its context"
         if self.score is not None and self.score.needs_rope:
             return "the model's RoPE"
+        if self.pairs is not None:
+            return "the rows of neighbouring layers"
         if self.codec is not None and self.codec.needs_rope:
             return "the model's RoPE"
         if self.refine is not None and self.refine.needs_module:

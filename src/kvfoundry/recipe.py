@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, get_args
 
+from kvfoundry.codecs.base import KVCodec
 from kvfoundry.errors import SpecError, unknown_name
 from kvfoundry.method import Call, Method
 from kvfoundry.registry import REQUIRED, Kind, MethodInfo, entry
@@ -53,6 +54,7 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
         raise SpecError(f"{idle[0]} keeps every row, but {claimed_by['budget']} drops some; use one of them.")
     _check_budget(method)
     _check_schedule(method)
+    _check_pairs(method)
     _check_codec(method)
     return method if method.budget is None else method.replace(budget=method.budget.holding(method.protect))
 
@@ -76,6 +78,8 @@ def _settle_rotation(axes: dict[str, Any]) -> None:
         return
     if codec is None:
         raise SpecError("rotate turns keys before they are stored as codes; add a codec, for example rotate()+int4().")
+    if not isinstance(codec, KVCodec):
+        raise SpecError("rotate serves codecs that round keys; channels of turned keys mean nothing to think.")
     if codec.keys.needs_rope:
         raise SpecError("rotate cannot turn keys that a codec takes back in front of the RoPE; leave rotate out.")
     axes["codec"] = replace(codec, rotation=rotation)
@@ -108,6 +112,19 @@ def _check_budget(method: Method) -> None:
         )
 
 
+def _check_pairs(method: Method) -> None:
+    """Layers that share their rows must hold the same tokens."""
+    if method.pairs is None:
+        return
+    if method.evicts:
+        raise SpecError(
+            f"{method}: minicache merges the rows of two layers, so both must hold the same tokens, but the layers "
+            "choose for themselves which rows they drop; use minicache alone."
+        )
+    if method.read is not None:
+        raise SpecError(f"{method}: merged rows of two layers are not read by pages; use minicache alone.")
+
+
 def _codes(info: MethodInfo) -> bool:
     return info.kind == "piece" and set(info.axes) <= {"codec", "rotation"}
 
@@ -115,6 +132,10 @@ def _codes(info: MethodInfo) -> bool:
 def _check_codec(method: Method) -> None:
     if method.codec is None:
         return
+    if method.pairs is not None:
+        raise SpecError(f"{method}: minicache and a codec both set how rows are stored; use one of them.")
+    if method.read is not None and not method.codec.readable_by_pages:
+        raise SpecError(f"{method}: keys without some of their channels are not read by pages; use one of them.")
     if method.slot_positions:
         raise SpecError(f"{method}: slot positions exchange stored keys, which codes do not allow; use 'original'.")
     if method.dispose is not None and method.schedule.every is not None:

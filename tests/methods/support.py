@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfoundry.method import Method
@@ -35,3 +36,19 @@ def tiny_llama(layers: int = 3, query_heads: int = 4, heads: int = 2, head_dim: 
         max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.15,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+class LargestTensor(TorchDispatchMode):
+    """The largest tensor that an operation returns in memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        storages = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in storages:
+                self.numel = max(self.numel, tensor.numel())
+        return result

@@ -82,15 +82,17 @@ class Claim:
     "pages" (what a decode step reads), "one step" (values and attention of one merge), "events" (a tiny model, merges
     in decode), "decoding" (a tiny model, evictions in decode), "codes" (rows under a codec, or its flow through prefill
     and decode), "plain codes" (every mode of int2, int4 and int8), "element groups" (groups of single elements),
-    "kvquant" or "gear" (rows of numbers). scores: the recorded ranking tensor; lowest: it ranks what goes first, so the
-    smallest stay. inject: the recorded scores are random draws, to be given. merged: which of keys and values are more
-    than copies. draws: the recorded draws of a merge as uniform numbers [1, heads, tokens], made for the first batch
-    row. unlike: the reason why a case cannot be reproduced, a known fault of the reference, or None.
+    "kvquant" or "gear" (rows of numbers), "channels" and "channels of a model" (pruned keys), or "layer pair" (rows of
+    two layers). scores: the recorded ranking tensor; lowest: it ranks what goes first, so the smallest stay.
+    inject: the recorded scores are random draws, to be given. merged: which of keys and values are more than copies.
+    draws: the recorded draws of a merge as uniform numbers [1, heads, tokens], made for the first batch row.
+    unlike: the reason why a case cannot be reproduced, a known fault of the reference, or None.
     normals: the score takes the recorded normal numbers of every layer (randn0, randn1, ...) in place of its own.
     """
 
     driver: Literal["tensors", "positions", "steps", "model", "selector", "pages", "one step", "events", "decoding",
-                    "codes", "plain codes", "element groups", "kvquant", "gear"]  # fmt: skip
+                    "codes", "plain codes", "element groups", "kvquant", "gear",
+                    "channels", "channels of a model", "layer pair"]  # fmt: skip
     recipe: Callable[[Parameters, int], Recipe]
     scores: str = "scores"
     lowest: bool = False
@@ -560,7 +562,48 @@ def _gear(p: Parameters, tokens: int) -> Recipe:
     return Recipe(_spec("gear", bits=p.take("bits"), rank=rank, outlier_ratio=p.take("sparsity"), loops=loops))
 
 
+# --- codecs that are no quantizers ------------------------------------------------------------------------------------
+
+
+def _factory_think(p: Parameters, tokens: int) -> Recipe:
+    """The energy of the queries is that of the last 32, whatever the window of the selection."""
+    granularity = p.take("kv_cache_granularity", "query_head")
+    think = _spec("think", ratio=p.take("ratio"), window=32, recent=p.take("recent_size"), granularity=granularity)
+    if "pruner-only" in p.case_id:
+        return Recipe(think)
+    return Recipe(f"{_spec('snapkv', **_window(p), granularity=granularity)}+{think}")
+
+
+def _press_think(p: Parameters, tokens: int) -> Recipe:
+    ratio = p.take("key_channel_compression_ratio")
+    return Recipe(_spec("think", ratio=ratio, window=p.take("window_size"), recent=0))
+
+
+def _press_composed(p: Parameters, tokens: int) -> Recipe:
+    """One press after the other; both take the window."""
+    presses, window = p.take("presses"), p.look("window_size")
+    if presses != ["SnapKVPress", "ThinKPress"]:
+        raise Unmapped(f"no mapping for the presses {presses} after each other")
+    first = _press_snapkv(p, tokens)
+    think = _spec("think", ratio=p.take("key_channel_compression_ratio"), window=window, recent=0)
+    return Recipe(f"{first.spec}+{think}")
+
+
+def _minicache(p: Parameters, tokens: int) -> Recipe:
+    p.without_effect("batch", "kv_heads", "tokens", "head_dim", "special", "eps")
+    share, count = p.take("retention_ratio"), p.take("retention_count")
+    if count is not None:  # a share that rounds up to this many rows
+        share = max(0.0, (count - 0.5) / tokens)
+    return Recipe(_spec("minicache", t=float(p.take("interpolation")), retention=float(share)))
+
+
 CLAIMS: dict[Key, Claim] = {
+    ("eviction", "kvcache_factory", "think"): Claim("channels", _factory_think),
+    ("eviction", "papers", "think"): Claim("channels", _factory_think),
+    ("eviction", "kvpress", "composed"): Claim("channels of a model", _press_composed),
+    ("eviction", "kvpress", "think"): Claim("channels of a model", _press_think),
+    ("eviction", "kvcache_factory", "minicache"): Claim("layer pair", _minicache),
+    ("cross_layer", "minicache"): Claim("layer pair", _minicache),
     ("eviction", "kvcache_factory", "snapkv"): Claim("tensors", _factory_snapkv),
     ("eviction", "kvcache_factory", "h2o"): Claim("tensors", _factory_h2o),
     ("eviction", "kvcache_factory", "l2norm"): Claim("tensors", _factory_l2norm, lowest=True),

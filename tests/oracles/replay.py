@@ -20,13 +20,15 @@ from .mapping import Claim, Recipe, Unmapped, recipe_for
 
 def replay(case: Case, claim: Claim) -> None:
     """Run the case with the driver of its claim; AssertionError names the first difference."""
-    from . import codes, gear, kvquant, merges, pages, selectors
+    from . import channels, codes, gear, kvquant, layer_pairs, merges, pages, selectors
 
     drivers = {"tensors": _tensors, "positions": _positions, "steps": _steps, "model": _model}
     drivers |= {"selector": selectors.replay, "pages": pages.replay}
     drivers |= {"one step": merges.replay_step, "events": merges.replay_events, "decoding": _decoding}
     drivers |= dict.fromkeys(("plain codes", "codes", "element groups"), codes.replay)
     drivers |= {"kvquant": kvquant.replay, "gear": gear.replay}
+    drivers |= {"channels": channels.replay_tensors, "channels of a model": channels.replay_model}
+    drivers |= {"layer pair": layer_pairs.replay}
     drivers[claim.driver](case, claim)
 
 

@@ -27,6 +27,7 @@ from kvfoundry.codecs.sparse import SparseRows
 
 if TYPE_CHECKING:
     from kvfoundry.codecs.rotation import Rotation
+    from kvfoundry.layouts.base import Layout, RowsView
     from kvfoundry.rope import Rope
     from kvfoundry.selection.budgets import ModelShape
 
@@ -144,9 +145,46 @@ class Codec(ABC):
         """
 
 
+class RowsCodec(ABC):
+    """The codec axis of a method: how the rows of a layer are stored once they may be. Frozen, without state."""
+
+    readable_by_pages = True
+
+    @property
+    @abstractmethod
+    def fits(self) -> bool:
+        """Whether nothing can be encoded before the prompt has ended."""
+
+    @property
+    @abstractmethod
+    def window(self) -> int:
+        """Queries of the end of the prompt that `store` asks for."""
+
+    @property
+    def needs_rope(self) -> bool:
+        """Whether it works with the RoPE of the model."""
+        return False
+
+    def fitted(self, shape: ModelShape) -> RowsCodec:
+        """The codec for one model; SpecError when it was calibrated on another. Called when a cache is built."""
+        return self
+
+    def at(self, keys: Site, values: Site) -> RowsCodec:
+        """The codec for one layer; sites differ in head_dim where keys and values do."""
+        return self
+
+    @abstractmethod
+    def store(self, view: RowsView, query: Tensor | None) -> Layout:
+        """The layout that holds the rows of a view from now on, what is due encoded.
+
+        query: the last `window` queries of the prompt [batch, query_heads, window, head_dim], zeros in front of a
+        shorter one; None when `window` is 0.
+        """
+
+
 @dataclass(frozen=True)
-class KVCodec:
-    """The codec axis of a method: how keys and how values are stored. One without loss is `Plain`.
+class KVCodec(RowsCodec):
+    """Keys and values each written by a `Codec` of its own. One without loss is `Plain`.
 
     Both sides move on their own: keys may wait in larger blocks than values (as in KIVI's own flow).
     rotation: turns keys before they are encoded, and the queries that read them: `encode` and `fit` of the keys get
@@ -179,3 +217,8 @@ class KVCodec:
     def at(self, keys: Site, values: Site) -> KVCodec:
         """The pair for one layer; sites differ in head_dim where keys and values do."""
         return replace(self, keys=self.keys.at(keys), values=self.values.at(values))
+
+    def store(self, view: RowsView, query: Tensor | None) -> Layout:
+        from kvfoundry.layouts.coded import CodedRows
+
+        return CodedRows.of(self, view, query)

@@ -51,6 +51,11 @@ def widened(positions: Tensor, last_position: int) -> Tensor:
     return positions if fits else positions.to(torch.int32)
 
 
+def per_head(counts: Tensor, lengths: Tensor) -> Tensor:
+    """Counts per batch row, [batch] or already [batch, heads], with the heads of `lengths`."""
+    return (counts[:, None] if counts.dim() == 1 else counts).expand_as(lengths)
+
+
 @dataclass(frozen=True)
 class RowsView:
     """Rows as rectangles. Slots at or behind a head's length hold zeros, with position -1.
@@ -113,8 +118,35 @@ class Stretches:
         return replace(self, lengths=lengths)
 
 
+@dataclass(frozen=True)
+class Block:
+    """Rows of some heads of some batch rows as rectangles, in place.
+
+    keys, values: [batch, heads, rows, dim] and positions: [batch, heads or 1, rows] of the batch rows and heads that
+    the slices name; complete: none of these heads has padding behind its rows.
+    """
+
+    batch: slice
+    heads: slice
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    complete: bool
+
+    def query_heads(self, groups: int) -> slice:
+        """The query heads that read these heads, `groups` of them each."""
+        if self.heads == slice(None):
+            return self.heads
+        return slice(self.heads.start * groups, self.heads.stop * groups)
+
+
 class Layout(ABC):
-    """Rows of one layer for every batch row and head. Rows are stored in ascending position order."""
+    """Rows of one layer for every batch row and head. Rows are stored in ascending position order.
+
+    coded: a codec wrote them; new rows wait whole until `flushed`.
+    """
+
+    coded = False
 
     @property
     @abstractmethod
@@ -135,8 +167,9 @@ class Layout(ABC):
     ) -> Layout:
         """Store new rows behind the old ones and return the layout that now holds them.
 
-        keys, values: [batch, heads, tokens, dim], real tokens first; positions: [batch, tokens], -1 behind them.
-        counts: real tokens per batch row, on the CPU; None when all are real. last_position: the largest of positions.
+        keys, values: [batch, heads, tokens, dim], real tokens first; positions: [batch, tokens], or [batch, heads or 1,
+        tokens] where heads take different ones, -1 behind the real ones. counts: real tokens per batch row, [batch] or
+        [batch, heads], on the CPU; None when all are real. last_position: the largest of positions.
         """
 
     def kept(self, view: RowsView, slots: Tensor, counts: Tensor) -> Layout:
@@ -144,9 +177,13 @@ class Layout(ABC):
 
         view: the rows, as merging may have changed them. counts: [batch, heads] slots of each head, on the CPU.
         """
-        from kvfoundry.layouts import keep_rows
+        from kvfoundry.layouts.storing import keep_rows
 
         return keep_rows(view, slots, counts)
+
+    def flushed(self) -> Layout:
+        """The rows with everything encoded that is due; called after attention, so a token is read whole once."""
+        return self
 
     @abstractmethod
     def truncated(self, lengths: Tensor) -> Layout:

@@ -38,6 +38,8 @@ class CodedRows(Layout):
     [batch, heads, rows, ...]. lengths: [batch, heads] on the CPU.
     """
 
+    coded = True
+
     def __init__(
         self,
         codec: KVCodec,

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from kvfoundry.layouts.base import (
+    Block,
     Columns,
     Layout,
     Reading,
     RowsView,
     Stretches,
     owned,
+    per_head,
     position_dtype,
     split_groups,
     widened,
@@ -106,14 +108,14 @@ class DenseRows(Layout):
         tokens = keys.shape[2]
         old = self._rows
         even = counts is None and self._uneven is None
-        lengths = None if even else self.lengths + (tokens if counts is None else counts[:, None])
+        lengths = None if even else self.lengths + (tokens if counts is None else per_head(counts, self.lengths))
         rows = old + tokens if lengths is None else int(lengths.max())
         self._reserve(rows)
         self._positions = widened(self._positions, last_position)
         if lengths is None:
             self._keys[:, :, old:rows] = keys
             self._values[:, :, old:rows] = values
-            self._positions[:, :, old:rows] = positions[:, None]
+            self._positions[:, :, old:rows] = self._own_heads(positions)
         else:
             # Slots behind a shorter head may hold rows that were taken back.
             self._keys[:, :, old:rows], self._values[:, :, old:rows] = 0.0, 0.0
@@ -133,8 +135,15 @@ class DenseRows(Layout):
         batch, head, token, slot = (index.to(device) for index in (batch, head, token, slot))
         self._keys[batch, head, slot] = keys[batch, head, token]
         self._values[batch, head, slot] = values[batch, head, token]
-        position_head = head if self._positions.shape[1] > 1 else torch.zeros_like(head)
-        self._positions[batch, position_head, slot] = positions[batch, token].to(self._positions.dtype)
+        own = self._own_heads(positions).to(self._positions.dtype)
+        shared = torch.zeros_like(head)
+        position_head = head if self._positions.shape[1] > 1 else shared
+        self._positions[batch, position_head, slot] = own[batch, head if own.shape[1] > 1 else shared, token]
+
+    def _own_heads(self, positions: Tensor) -> Tensor:
+        """[batch, heads or 1, tokens], with as many heads as the stored positions where these are shared by all."""
+        positions = positions[:, None] if positions.dim() == 2 else positions
+        return positions[:, : self._positions.shape[1]]
 
     def _reserve(self, rows: int) -> None:
         """Make room for `rows` rows, in memory that only this layout writes."""
@@ -200,6 +209,11 @@ class DenseRows(Layout):
 
     def tensors(self) -> Iterator[Tensor]:
         yield from (self._keys, self._values, self._positions, *self._columns.values())
+
+    def blocks(self) -> Iterator[Block]:
+        if self._rows:
+            view = self.view()
+            yield Block(slice(None), slice(None), view.keys, view.values, view.positions, self._uneven is None)
 
     def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
         view = self.view()

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, Stretches, split_groups, widened, writable
+from kvfoundry.layouts.base import (
+    Block,
+    Columns,
+    Layout,
+    Reading,
+    RowsView,
+    Stretches,
+    per_head,
+    split_groups,
+    widened,
+    writable,
+)
 
 # Spare slots per head when a buffer grows in decode.
 _SPARE_SLOTS = 16
@@ -67,7 +78,7 @@ class RaggedRows(Layout):
         self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None, last_position: int
     ) -> RaggedRows:
         tokens = keys.shape[2]
-        added = torch.full_like(self._lengths, tokens) if counts is None else counts[:, None].expand_as(self._lengths)
+        added = torch.full_like(self._lengths, tokens) if counts is None else per_head(counts, self._lengths)
         self._reserve(self._lengths + added)
         self._positions = widened(self._positions, last_position)
         batch, head, token = (torch.arange(tokens) < added[..., None]).nonzero(as_tuple=True)
@@ -75,7 +86,9 @@ class RaggedRows(Layout):
         batch, head, token, slot = (index.to(keys.device) for index in (batch, head, token, slot))
         self._keys[slot] = keys[batch, head, token]
         self._values[slot] = values[batch, head, token]
-        self._positions[slot] = positions[batch, token].to(self._positions.dtype)
+        positions = positions[:, None] if positions.dim() == 2 else positions
+        position_head = head if positions.shape[1] > 1 else torch.zeros_like(head)
+        self._positions[slot] = positions[batch, position_head, token].to(self._positions.dtype)
         for column in self._columns.values():
             column[slot] = 0
         self._lengths = self._lengths + added
@@ -154,26 +167,36 @@ class RaggedRows(Layout):
     def tensors(self) -> Iterator[Tensor]:
         yield from (self._keys, self._values, self._positions, *self._columns.values())
 
+    def blocks(self) -> Iterator[Block]:
+        for row in range(self._lengths.shape[0]):
+            for head in range(self._lengths.shape[1]):
+                start, length = int(self._starts[row, head]), int(self._lengths[row, head])
+                if length:
+                    own = slice(start, start + length)
+                    keys, values, positions = self._keys[own], self._values[own], self._positions[own]
+                    yield Block(
+                        slice(row, row + 1),
+                        slice(head, head + 1),
+                        keys[None, None],
+                        values[None, None],
+                        positions[None, None],
+                        True,
+                    )
+
     def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
         batch, query_heads, queries, _ = query.shape
-        heads = self._lengths.shape[1]
-        groups = query_heads // heads
+        groups = query_heads // self._lengths.shape[1]
         output = query.new_zeros(batch, query_heads, queries, self._values.shape[1])
-        for row in range(batch):
-            for head in range(heads):
-                start, length = int(self._starts[row, head]), int(self._lengths[row, head])
-                if length == 0:  # a row of nothing but padding so far
-                    continue
-                span = slice(head * groups, (head + 1) * groups)
-                positions = self._positions[start : start + length].view(1, 1, length)
-                visibility = reading.visibility(query_positions[row : row + 1], positions, own=False, complete=True)
-                output[row : row + 1, span] = reading.kernel(
-                    query[row : row + 1, span],
-                    self._keys[start : start + length].view(1, 1, length, -1),
-                    self._values[start : start + length].view(1, 1, length, -1),
-                    visibility,
-                    scaling=reading.scaling,
-                    softcap=reading.softcap,
-                    sinks=None if reading.sinks is None else reading.sinks[span],
-                )
+        for block in self.blocks():  # a row of nothing but padding so far has none
+            span = block.query_heads(groups)
+            visibility = reading.visibility(query_positions[block.batch], block.positions, own=False, complete=True)
+            output[block.batch, span] = reading.kernel(
+                query[block.batch, span],
+                block.keys,
+                block.values,
+                visibility,
+                scaling=reading.scaling,
+                softcap=reading.softcap,
+                sinks=None if reading.sinks is None else reading.sinks[span],
+            )
         return output
