@@ -21,7 +21,7 @@ SMALL: dict[str, Any] = {
     "chunk": 4, "size": 4, "lag": 6, "future": 8, "buffer": 4, "proxies": 3, "history": 4, "merge": 4, "page": 4,
 }  # fmt: skip
 # What codecs call by a name that other methods use for something else.
-CODED: dict[str, Any] = {"group": 4, "residual": 8, "block": 3}
+CODED: dict[str, Any] = {"group": 4, "residual": 8, "block": 3, "rank": 2}
 
 
 def small_call(info: MethodInfo, budget: int | float, layers: int, heads: int, **given: Any) -> str:
