@@ -63,7 +63,7 @@ class KVCache(Cache):
         Without an announcement the first call is the whole prompt and everything after it is decode.
         """
         if self.seen_tokens and self.prompt.tokens is not None and self.seen_tokens >= self.prompt.tokens:
-            raise CacheStateError("expect_prompt comes before the first token; reset() or fork() the cache.")
+            raise CacheStateError("expect_prompt comes before the prompt has ended; reset() the cache for a new one.")
         self.prompt.tokens = tokens
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -130,11 +130,11 @@ class KVCache(Cache):
         layers = [layer for layer in self.attention_layers if layer.evicts and layer.real is not None]
         if not layers or any(layer.rows_lost_at for layer in layers):
             return []
-        longest = max(int(layer.real.max()) for layer in layers if layer.real is not None)
+        longest = min(self.seen_tokens, self.prompt.tokens or 0)
         schedule = self.method.schedule
         if schedule.prefill == "never" and schedule.every is None and self.method.reconstructs is None:
             return [f"{self.method} dropped nothing: its schedule never acts."]
-        return [f"{self.method} dropped nothing: {longest} tokens are within its budget."]
+        return [f"{self.method} dropped nothing: a prompt of {longest} tokens is within its budget."]
 
     def _full_layers(self) -> list[CacheLayer]:
         return [layer for layer in self.attention_layers if layer.rule.span is None]

@@ -262,7 +262,7 @@ def _generate_batch(
     ms_per_token = 1e3 * (clock.times[-1] - clock.times[0]) / steps if steps > 0 else 0.0
     results = []
     for i, sequence in enumerate(sequences[:, ids.shape[1] :]):
-        tokens = _until_stop(sequence.tolist(), model, generation_config, tokenizer)
+        tokens = _until_stop(sequence.tolist(), options.get("eos_token_id", _stops(model, generation_config)))
         prompt_tokens = int(mask[i // per_prompt].sum())
         results.append(
             Generation(
@@ -295,18 +295,16 @@ def _feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: KVCache, chu
         )  # fmt: skip
 
 
-def _until_stop(
-    tokens: list[int],
-    model: PreTrainedModel,
-    generation_config: GenerationConfig | None,
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[int]:
-    """The tokens up to and with the first stop token; what follows in a batch is padding."""
+def _stops(model: PreTrainedModel, generation_config: GenerationConfig | None) -> int | list[int] | None:
     config = generation_config or model.generation_config
-    stops = config.eos_token_id if config is not None else None
-    stops = [stops] if isinstance(stops, int) else list(stops or [])
+    return None if config is None else config.eos_token_id
+
+
+def _until_stop(tokens: list[int], stops: int | list[int] | None) -> list[int]:
+    """The tokens up to and with the first stop token; what follows in a batch is padding."""
+    ends = {stops} if isinstance(stops, int) else set(stops or ())
     for i, token in enumerate(tokens):
-        if token in stops:
+        if token in ends:
             return tokens[: i + 1]
     return tokens
 

@@ -115,17 +115,20 @@ class Method:
     unread_distance: int | None = field(default=None, compare=False)
 
     @classmethod
-    def parse(cls, spec: str | Method) -> Method:
+    def parse(cls, spec: str | Method, budget: int | float | None = None) -> Method:
         """The method of a spec string.
 
+        budget: given to the piece that stores rows within one, whether the spec names a budget or not; a method that
+        takes none stays as it is.
         Raises SpecError for bad syntax, an unknown name or parameter (with what exists and the nearest of it), an
         impossible value, or pieces that cannot work together.
         """
-        if isinstance(spec, Method):
+        if isinstance(spec, Method) and budget is None:
             return spec
-        from kvfoundry.recipe import build
+        from kvfoundry.recipe import budgeted, build
 
-        return build(_calls(spec))
+        calls = _calls(str(spec) if isinstance(spec, Method) else spec)
+        return build(calls if budget is None else budgeted(calls, budget))
 
     def __str__(self) -> str:
         return "+".join(str(call) for call in self.calls)
@@ -167,15 +170,9 @@ class Method:
         """
         if not self.takes_budget:
             raise SpecError(f"{self} takes no budget.")
-        from kvfoundry.recipe import build, stores_within
+        from kvfoundry.recipe import budgeted, build
 
-        taking = [call.name for call in self.calls if "budget" in dict(call.arguments)]
-        storing = [name for name in taking if stores_within(name)] or taking
-        calls = [
-            (call.name, dict(call.arguments) | ({"budget": budget} if call.name in storing else {}))
-            for call in self.calls
-        ]
-        return build(calls)
+        return build(budgeted([(call.name, dict(call.arguments)) for call in self.calls], budget))
 
     def replace(self, **axes: Any) -> Method:
         """The same recipe with some axes exchanged for objects of your own; its spec string stays what it was."""

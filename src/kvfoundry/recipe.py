@@ -85,6 +85,16 @@ def _settle_rotation(axes: dict[str, Any]) -> None:
     axes["codec"] = replace(codec, rotation=rotation)
 
 
+def budgeted(calls: list[tuple[str, dict[str, Any]]], budget: int | float) -> list[tuple[str, dict[str, Any]]]:
+    """The calls with this budget where it belongs: in pieces that store within one, else in those that read within one.
+
+    Calls without a budget parameter stay as they are.
+    """
+    taking = [name for name, _ in calls if "budget" in entry(name).parameters]
+    chosen = [name for name in taking if stores_within(name)] or taking
+    return [(name, arguments | ({"budget": budget} if name in chosen else {})) for name, arguments in calls]
+
+
 def stores_within(name: str) -> bool:
     """Whether the budget of this registered name bounds what is stored, not what is read."""
     return "budget" in entry(name).axes

@@ -325,7 +325,7 @@ def test_expect_prompt_comes_first(tiny_model):
     model = tiny_model("llama")
     cache = kvfoundry.KVCache(model)
     forward_pieces(model, cache, random_ids(1, 5), [5])
-    with pytest.raises(CacheStateError, match="before the first token"):
+    with pytest.raises(CacheStateError, match="before the prompt has ended"):
         cache.expect_prompt(10)
 
 

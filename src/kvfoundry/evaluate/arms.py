@@ -3,17 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from kvfoundry.errors import KVFoundryError
-from kvfoundry.method import Method, _calls
-from kvfoundry.recipe import build
-from kvfoundry.registry import entry
-
-
-def _with_budget(spec: str, budget: int | float) -> Method:
-    """The recipe with `budget` in every piece that has such a parameter, required or not."""
-    return build(
-        (name, arguments | {"budget": budget} if "budget" in entry(name).parameters else arguments)
-        for name, arguments in _calls(spec)
-    )
+from kvfoundry.method import Method
 
 
 def expand_arms(methods: Iterable[str | Method], budgets: Sequence[int | float] = ()) -> list[Method]:
@@ -24,7 +14,7 @@ def expand_arms(methods: Iterable[str | Method], budgets: Sequence[int | float] 
     """
     arms: dict[str, Method] = {}
     for spec in methods:
-        for arm in [_with_budget(str(spec), budget) for budget in budgets] or [Method.parse(spec)]:
+        for arm in [Method.parse(spec, budget) for budget in budgets] or [Method.parse(spec)]:
             arms.setdefault(str(arm), arm)
     if not arms:
         raise KVFoundryError("no method given; name at least one with --method.")
