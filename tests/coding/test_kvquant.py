@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import huggingface_hub
 import pytest
 import torch
 from laws.support import forward_pieces
@@ -182,7 +183,8 @@ def test_a_short_text_is_refused(own_model, tokenizer):
         (["--model", "nowhere/model"], "nowhere/model"),
     ],
 )
-def test_the_command_says_in_one_line_what_is_wrong(arguments, words, capsys):
+def test_the_command_says_in_one_line_what_is_wrong(arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert main(["calibrate", *arguments]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1

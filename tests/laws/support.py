@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -70,6 +71,17 @@ BUDGETED = [name for name in EVICTING if METHODS[name].takes_budget]
 
 # Methods whose scores need nothing but the tensors of a layer.
 BY_HAND = [name for name in NAMES if METHODS[name].needs_model is None]
+
+
+def crossed(names: list[str], families: Iterable[str]) -> list[tuple[str, str]]:
+    """(name, family) pairs: every method on three families, every family under a third of the methods or more.
+
+    What a family brings (windows, sinks, capped logits, its own scale) and what a method brings (which rows stay) meet
+    in one place, `CacheLayer.attend`: whole products prove the same there many times over.
+    """
+    kinds = list(families)
+    step = max(1, len(kinds) // 3)
+    return [(name, kinds[(i + k * step) % len(kinds)]) for i, name in enumerate(names) for k in range(3)]
 
 
 def kept_average(cache: kvfoundry.KVCache) -> float:

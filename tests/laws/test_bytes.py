@@ -13,7 +13,7 @@ from tiny_models import EVICTABLE, KV_HEADS, QUERY_HEADS, left_padded, random_id
 import kvfoundry
 from kvfoundry.layer import CacheLayer
 
-from .support import BUDGETED, NAMES, forward_pieces, small_spec
+from .support import BUDGETED, NAMES, crossed, forward_pieces, small_spec
 
 TOKENS = 400
 
@@ -76,8 +76,7 @@ def test_reported_bytes_are_the_bytes_of_the_storages(name, granularity, tiny_mo
     assert cache.nbytes == 0 and live_bytes() - before < 2000
 
 
-@pytest.mark.parametrize("family", EVICTABLE)
-@pytest.mark.parametrize("name", BUDGETED)
+@pytest.mark.parametrize(("name", "family"), crossed(BUDGETED, EVICTABLE))
 def test_a_dropped_row_frees_its_memory(name, family, tiny_model):
     """B26, B27: at a share of 0.5 at most 0.55 of the full cache, at 0.25 at most 0.30, counted by storages."""
     model, ids = tiny_model(family), random_ids(1, TOKENS)

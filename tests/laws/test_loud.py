@@ -19,7 +19,7 @@ import kvfoundry
 from kvfoundry.errors import CacheStateError, KVFoundryError, MissingExtraError, SpecError, UnsupportedModelError
 from kvfoundry.method import Method
 
-from .support import EVICTING, NAMES, forward_pieces, greedy, small_spec
+from .support import EVICTING, NAMES, crossed, forward_pieces, greedy, small_spec
 
 BAD_SPECS = {
     "": "non-empty",
@@ -188,8 +188,7 @@ def test_a_missing_flash_package_is_named_before_anything_happens(own_model):
         assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("family", EVICTABLE)
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize(("name", "family"), crossed(EVICTING, EVICTABLE))
 def test_a_compressed_cache_takes_a_full_mask_or_none_and_no_third(name, family, tiny_model):
     """B29: compressed to 40 %, then (a) a full-length mask and (b) none agree; (c) a kept-length mask is an error."""
     model, ids = tiny_model(family), random_ids(1, 46)

@@ -10,7 +10,7 @@ import kvfoundry
 from kvfoundry.method import Method
 
 from .replay import Recorder
-from .support import BY_HAND, EVICTING, NAMES, greedy, kept_average, kept_positions, random_rows, small_spec
+from .support import BY_HAND, EVICTING, NAMES, crossed, greedy, kept_average, kept_positions, random_rows, small_spec
 
 # A prompt, decode of one token, several at once in mid-decode, and decode again.
 CALLS = [40, 1, 1, 1, 5, 1, 1, 5, 1]
@@ -32,8 +32,7 @@ def _keeps_rows_as_they_are(name):
     return not method.slot_positions and method.dispose is None and method.read is None and not method.lossy
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "family"), crossed(NAMES, FAMILIES))
 def test_decode_equals_attention_by_hand_over_the_kept_rows(name, family, tiny_model, reference_model):
     """B14, B17: also with five tokens at once after an eviction."""
     if not _keeps_rows_as_they_are(name):
