@@ -19,7 +19,7 @@ from kvfoundry.evaluate.tasks.haystack import generated_sentences
 from kvfoundry.evaluate.tasks.needles import KINDS
 from kvfoundry.evaluate.tasks.niah import FRAME, NeedleTask, insert_at_depths
 
-METHODS = ("fullkv", "streamingllm", "snapkv", "h2o", "tova")
+METHODS = ("fullkv", "streamingllm", "snapkv", "h2o", "adakv")
 BUDGETS = (128, 512)
 LENGTH = 2000
 # Words survive eviction that digits do not: both kinds, so that the graded score has something to say.
