@@ -84,6 +84,13 @@ def crossed(names: list[str], families: Iterable[str]) -> list[tuple[str, str]]:
     return [(name, kinds[(i + k * step) % len(kinds)]) for i, name in enumerate(names) for k in range(3)]
 
 
+def granularities(names: list[str]) -> list[tuple[str, dict[str, str]]]:
+    """(name, parameters) pairs: each granularity of the methods that have one, the others as they are."""
+    granular = {name for name in names if "granularity" in kvfoundry.methods()[name].parameters}
+    every = [(name, {"granularity": kind}) for name in names if name in granular for kind in ("kv_head", "query_head")]
+    return every + [(name, {}) for name in names if name not in granular]
+
+
 def kept_average(cache: kvfoundry.KVCache) -> float:
     """Rows per head over batch, heads and the layers that evict."""
     return float(torch.stack([layer.lengths.float().mean() for layer in cache.attention_layers if layer.evicts]).mean())

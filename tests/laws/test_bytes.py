@@ -13,7 +13,7 @@ from tiny_models import EVICTABLE, KV_HEADS, QUERY_HEADS, left_padded, random_id
 import kvfoundry
 from kvfoundry.layer import CacheLayer
 
-from .support import BUDGETED, NAMES, crossed, forward_pieces, small_spec
+from .support import BUDGETED, NAMES, crossed, forward_pieces, granularities, small_spec
 
 TOKENS = 400
 
@@ -57,11 +57,9 @@ def reachable_bytes(root: Any) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
-@pytest.mark.parametrize("name", NAMES)
-def test_reported_bytes_are_the_bytes_of_the_storages(name, granularity, tiny_model, only_new_tensors):
+@pytest.mark.parametrize(("name", "given"), granularities(NAMES))
+def test_reported_bytes_are_the_bytes_of_the_storages(name, given, tiny_model, only_new_tensors):
     """B28: within 5 % of what is alive, after the prompt, after decode, and for a padded batch."""
-    given = {"granularity": granularity} if "granularity" in kvfoundry.methods()[name].parameters else {}
     model = tiny_model("llama")
     ids, mask = left_padded([TOKENS, TOKENS - 150])
     ids = torch.cat([ids, ids[:, -20:]], dim=1)

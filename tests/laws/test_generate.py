@@ -16,7 +16,7 @@ from kvfoundry.method import Method
 from kvfoundry.selection.budgets import HeadBudget, UniformBudget
 
 from .replay import Recorder
-from .support import EVICTING, NAMES, forward_pieces, greedy, small_spec
+from .support import EVICTING, NAMES, forward_pieces, granularities, greedy, small_spec
 
 
 def words(tokens: int, seed: int) -> str:
@@ -102,11 +102,9 @@ def test_beams_and_several_sequences_equal_the_models_own(family, tiny_model, re
     assert kvfoundry.generate(model, tokenizer, PROMPTS, max_new_tokens=12, **options) == expected
 
 
-@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
-@pytest.mark.parametrize("name", EVICTING)
-def test_every_beam_has_the_score_of_its_own_sequence(name, granularity, tiny_model):
+@pytest.mark.parametrize(("name", "given"), granularities(EVICTING))
+def test_every_beam_has_the_score_of_its_own_sequence(name, given, tiny_model):
     """B33: the score of a beam, reordered many times, equals that of its tokens fed alone to a new cache."""
-    given = {"granularity": granularity} if "granularity" in kvfoundry.methods()[name].parameters else {}
     model, spec, ids = tiny_model("llama"), small_spec(name, **given), random_ids(1, 30, seed=11)
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), past_key_values=kvfoundry.KVCache(model, spec), max_new_tokens=10,

@@ -19,7 +19,7 @@ from kvfoundry.errors import KVFoundryError
 from kvfoundry.layer import CacheLayer
 from kvfoundry.method import Method
 
-from .support import EVICTING, NAMES, forward_pieces, greedy, kept_average, kept_positions, small_spec
+from .support import EVICTING, NAMES, forward_pieces, granularities, greedy, kept_average, kept_positions, small_spec
 
 
 def traces(model: PreTrainedModel) -> dict[str, Any]:
@@ -267,11 +267,9 @@ def test_repeat_select_and_reorder_move_everything_of_a_row(name, tiny_model):
         assert torch.allclose(found, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("granularity", ["kv_head", "query_head"])
-def test_a_document_cache_answers_many_questions_unchanged(name, granularity, tiny_model):
+@pytest.mark.parametrize(("name", "given"), granularities(NAMES))
+def test_a_document_cache_answers_many_questions_unchanged(name, given, tiny_model):
     """B38: five questions in two orders on forks; the document's bytes, length and answers do not change."""
-    given = {"granularity": granularity} if "granularity" in kvfoundry.methods()[name].parameters else {}
     model = tiny_model("gemma3")
     document = kvfoundry.KVCache(model, small_spec(name, **given))
     forward_pieces(model, document, random_ids(1, 40), [40])
