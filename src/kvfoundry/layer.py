@@ -90,6 +90,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         self.seen = 0  # columns, padding included
         self.real: Tensor | None = None  # [batch] real tokens, on the CPU
         self._longest = 0  # the largest of them
+        self._padded_to = 0  # columns up to which some batch row is padding
         self.rows_lost_at = 0  # columns seen when rows were last dropped
         self._acting = Acting(self.method, self.rope)
         coded = self.method.codec is not None and self.rule.span is None
@@ -202,6 +203,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             query, keys, values = (picked_columns(tensor, tokens.gather) for tensor in (query, keys, values))
         if self._coding is not None:
             self._coding.enter(keys, values)
+        self._padded_to = max(self._padded_to, tokens.padded_to)
         in_prompt = self._enter(columns)
         self._halfway = True
         reading = Reading(
@@ -443,7 +445,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             return
         assert self.real is not None
         removed = self.seen - remaining
-        if bool((self.real != self.real[0]).any()) and bool((self.real <= removed).any()):
+        if remaining < self._padded_to:
             raise CacheStateError(f"cannot take back {removed} tokens: they reach into the padding of a batch row.")
         real = self.real - removed
         view = self.rows.view()
@@ -504,7 +506,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         twin._read_budget = self._read_budget
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
-        twin._longest = self._longest
+        twin._longest, twin._padded_to = self._longest, self._padded_to
         twin.is_initialized, twin.peak_nbytes, twin._noted = self.is_initialized, self.peak_nbytes, self._noted
         return twin
 

@@ -26,12 +26,13 @@ class Tokens:
 
     positions: [batch, width] index of each token in its own sequence, real tokens first, -1 behind them.
     gather: [batch, width] their columns in the call, None when nothing is padded.
-    counts: [batch] real tokens, on the CPU, None when all are real.
+    counts: [batch] real tokens, on the CPU, None when all are real. padded_to: columns up to which some row is padding.
     """
 
     positions: Tensor
     gather: Tensor | None
     counts: Tensor | None
+    padded_to: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class PromptMask:
         found = self._tokens[key]
         if found.positions.device != device:  # layers of a split model
             gather = None if found.gather is None else found.gather.to(device)
-            found = Tokens(found.positions.to(device), gather, found.counts)
+            found = Tokens(found.positions.to(device), gather, found.counts, found.padded_to)
         return found
 
     def _compact(self, queries: int, seen: int, real: Tensor, device: torch.device) -> Tokens:
@@ -111,7 +112,8 @@ class PromptMask:
         gather = (~fresh).to(torch.int8).argsort(dim=1, stable=True)[:, :width]
         index = torch.arange(width, device=device)
         inside = index < counts.to(device)[:, None]
-        return Tokens((offset + index).masked_fill(~inside, -1), gather, counts)
+        padded_to = seen + 1 + int((~fresh).any(dim=0).nonzero().max())
+        return Tokens((offset + index).masked_fill(~inside, -1), gather, counts, padded_to)
 
     def check(self, rule: WindowRule, family: str) -> None:
         """Raise UnsupportedModelError unless the model's mask is causality plus this window rule.
