@@ -74,14 +74,9 @@ BY_HAND = [name for name in NAMES if METHODS[name].needs_model is None]
 
 
 def crossed(names: list[str], families: Iterable[str]) -> list[tuple[str, str]]:
-    """(name, family) pairs: every method on three families, every family under a third of the methods or more.
-
-    What a family brings (windows, sinks, capped logits, its own scale) and what a method brings (which rows stay) meet
-    in one place, `CacheLayer.attend`: whole products prove the same there many times over.
-    """
+    """(name, family) pairs: every method on every family."""
     kinds = list(families)
-    step = max(1, len(kinds) // 3)
-    return [(name, kinds[(i + k * step) % len(kinds)]) for i, name in enumerate(names) for k in range(3)]
+    return [(name, family) for name in names for family in kinds]
 
 
 def granularities(names: list[str]) -> list[tuple[str, dict[str, str]]]:
