@@ -91,7 +91,8 @@ def generate(
     for start in range(0, len(texts), size):
         ids, mask = encode(tokenizer, texts[start : start + size], chat=chat, continued=cache is not None)
         if not (method.slot_positions and prefill_chunk is not None):  # such a stream has no end
-            _check_lengths(model, mask, max_new_tokens, cache)
+            longest = int(mask.sum(dim=1).max()) + (cache.seen_tokens if cache is not None else 0)
+            check_length(model, longest, max_new_tokens, "the longest prompt")
         if hold_back >= int(mask.sum(dim=1).min()):
             raise DataError(f"hold_back={hold_back} leaves nothing of a prompt of {int(mask.sum(dim=1).min())} tokens.")
         results += _generate_batch(
@@ -119,7 +120,7 @@ def prefill(
     ids, mask = encode(tokenizer, [document], chat=False)
     cache = KVCache(model, method)
     if not cache.method.slot_positions:
-        _check_lengths(model, mask, 0, cache)
+        check_length(model, ids.shape[1], 0, "the document")
     ids, mask = ids.to(model.device), mask.to(model.device)
     cache.expect_prompt(ids.shape[1])
     _feed(model, ids, mask, cache, prefill_chunk or ids.shape[1], ids.shape[1])
@@ -159,13 +160,14 @@ def _encode_one(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, conti
     return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
-def _check_lengths(model: PreTrainedModel, mask: Tensor, max_new_tokens: int, cache: KVCache | None) -> None:
+def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int, what: str) -> None:
+    """Raise DataError when prompt and answer together need more positions than the model was made for."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    longest = int(mask.sum(dim=1).max()) + (cache.seen_tokens if cache is not None else 0)
-    if isinstance(limit, int) and longest + max_new_tokens > limit:
+    if isinstance(limit, int) and prompt_tokens + max_new_tokens > limit:
         raise DataError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's limit of {limit} "
-            "positions; shorten the prompt (eval tasks cut its middle) or lower max_new_tokens."
+            f"{what} has {prompt_tokens} tokens and asks for {max_new_tokens} more, "
+            f"but the model is limited to {limit} positions; "
+            f"shorten it to at most {max(limit - max_new_tokens, 0)} tokens or ask for fewer new tokens."
         )
 
 

@@ -101,7 +101,6 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         self._pending: tuple[Tensor, Tensor] | None = None
         self._halfway = False  # inside `attend`, or thrown out of it
         self.is_initialized = False
-        self.peak_nbytes = 0
         self.note_bytes()
 
     # The extension points of transformers.
@@ -255,7 +254,6 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         held = self.nbytes
         self.prompt.nbytes += held - self._noted
         self._noted = held
-        self.peak_nbytes = max(self.peak_nbytes, held)
         self.prompt.peak_nbytes = max(self.prompt.peak_nbytes, self.prompt.nbytes)
 
     def _read(self, query: Tensor, positions: Tensor, reading: Reading, *, in_prompt: bool) -> Tensor:
@@ -507,7 +505,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
         twin._longest, twin._padded_to = self._longest, self._padded_to
-        twin.is_initialized, twin.peak_nbytes, twin._noted = self.is_initialized, self.peak_nbytes, self._noted
+        twin.is_initialized, twin._noted = self.is_initialized, self._noted
         return twin
 
 

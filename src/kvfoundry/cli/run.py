@@ -51,7 +51,8 @@ def run(
     prompts, budgets = read_prompts(prompt, file), parse_budgets(budget)
     import kvfoundry
     from kvfoundry.evaluate.arms import expand_arms
-    from kvfoundry.evaluate.prompts import check_length, encode_prompt, resolve_chat
+    from kvfoundry.evaluate.prompts import encode_prompt, resolve_chat
+    from kvfoundry.generation import check_length
 
     arms = expand_arms(method or ["fullkv"], budgets)
     if stream and (as_json or len(prompts) * len(arms) > 1):

@@ -44,24 +44,3 @@ def question_tokens(tokenizer: Any, prompt: str, question: str, chat: bool) -> i
 def hash_ids(ids: Sequence[int]) -> str:
     """Sixteen hex digits that two prompts share only when their token ids are equal."""
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]
-
-
-def position_limit(model: Any) -> int | None:
-    """Positions the model was made for, None when its configuration names no limit."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    return getattr(config, "max_position_embeddings", None)
-
-
-def check_length(model: Any, prompt_tokens: int, max_new_tokens: int, what: str) -> None:
-    """Refuse a prompt that does not fit.
-
-    Raises:
-        KVFoundryError: prompt and answer together need more positions than the model has.
-    """
-    limit = position_limit(model)
-    if limit is not None and prompt_tokens + max_new_tokens > limit:
-        raise KVFoundryError(
-            f"{what} has {prompt_tokens} tokens and asks for {max_new_tokens} more, "
-            f"but the model is limited to {limit} positions; "
-            f"shorten it to at most {max(limit - max_new_tokens, 0)} tokens or ask for fewer new tokens."
-        )

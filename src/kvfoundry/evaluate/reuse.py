@@ -14,7 +14,8 @@ import torch
 import kvfoundry
 from kvfoundry import compat
 from kvfoundry.evaluate.metrics import score_answers
-from kvfoundry.evaluate.prompts import check_length, encode_prompt
+from kvfoundry.evaluate.prompts import encode_prompt
+from kvfoundry.generation import check_length
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ import torch
 import kvfoundry
 from kvfoundry.attention import backend_of
 from kvfoundry.evaluate.arms import expand_arms
-from kvfoundry.evaluate.prompts import check_length, encode_prompt, hash_ids, question_tokens, resolve_chat
+from kvfoundry.evaluate.prompts import encode_prompt, hash_ids, question_tokens, resolve_chat
 from kvfoundry.evaluate.report import render_report
 from kvfoundry.evaluate.results import META, SUMMARY, Line, ResultsFolder
 from kvfoundry.evaluate.summary import group_by, shared_prompts, summarise
 from kvfoundry.evaluate.tasks.base import Item, Task, TaskError
+from kvfoundry.generation import check_length
 
 # Fields of a Generation that a result line takes over as they are.
 _MEASURED = (
