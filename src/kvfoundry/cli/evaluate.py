@@ -71,7 +71,7 @@ def progress_bar(shown: bool) -> "Iterator[Callable[[Progress], None] | None]":
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The summary rows as a table on stdout."""
+    """The rows of the board as a table on stdout."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -97,13 +97,12 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 def finish(outcome: "Outcome", as_json: bool, **more: Any) -> None:
     """Print what came out, with `more` in the JSON form; leave with 1 when items failed."""
     if as_json:
-        typer.echo(
-            json.dumps(
-                {"rows": outcome.rows, "failed": outcome.failed, "report": str(outcome.report), **more}, indent=1
-            )
-        )
+        record = {"rows": outcome.rows, "warnings": outcome.flags, "failed": outcome.failed}
+        typer.echo(json.dumps({**record, "report": str(outcome.report), **more}, indent=1))
     else:
-        print_table(outcome.rows)
+        print_table(outcome.board)
+        for flag in outcome.flags:
+            typer.echo(f"warning: {flag['message']}.", err=True)
         typer.echo(f"report: {outcome.report}")
     if outcome.failed:
         typer.echo(
