@@ -70,7 +70,7 @@ def test_front_by_hand():
 def test_columns_by_name():
     known = columns_of(["a", "b"])
     names = [column.name for column in known]
-    assert names[:5] == ["method", "items", "score:a", "score:b", "score"]
+    assert names[:3] == ["method", "items", "score"] and names[-2:] == ["score:a", "score:b"]
     assert [column.name for column in pick_columns(known, ["score", "method"])] == ["score", "method"]
     assert pick_columns(known, []) == known
     with pytest.raises(DataError, match="unknown column 'scores'; did you mean 'score'"):

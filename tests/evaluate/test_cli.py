@@ -41,7 +41,17 @@ def in_process(*arguments, prelude=""):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["eval", "--help"], ["eval", "niah", "--help"], ["run", "--help"], ["--version"], []]
+    "arguments",
+    [
+        ["--help"],
+        ["eval", "--help"],
+        ["eval", "niah", "--help"],
+        ["run", "--help"],
+        ["report", "--help"],
+        ["pick", "--help"],
+        ["--version"],
+        [],
+    ],
 )
 def test_help_works_where_torch_does_not(arguments):
     process = in_process(*arguments, prelude="sys.modules['torch'] = None; sys.modules['transformers'] = None")

@@ -106,6 +106,17 @@ def test_several_folders_are_one_board_and_later_ones_replace():
     assert pick([second, first], Limits(share=0.5)).best.method == "snapkv(budget=8)"
 
 
+def test_items_that_the_full_cache_did_not_answer_do_not_count():
+    results = run_of(*arm("fullkv", [1.0] * 2, 4), *arm("h2o(budget=8)", [1.0] * 2 + [0.0] * 5, 1))
+    assert pick([results], Limits(share=0.3)).best.score == 1.0
+
+
+def test_share_is_of_what_the_full_cache_really_stored():
+    results = run_of(*arm("fullkv", [1.0], 4.1), *arm("h2o(budget=8)", [1.0], 2.05))
+    assert pick([results], Limits(share=1.0)).runner_up.method == "fullkv"
+    assert pick([results], Limits(share=0.5)).best.stored_share == pytest.approx(0.5)
+
+
 def test_runs_that_differ_are_not_mixed():
     one, other = run_of(*arm("fullkv", [1.0], 4)), run_of(*arm("fullkv", [1.0], 4), model="big")
     with pytest.raises(DataError, match=r"of 2 models \(tiny, big\); name one with --model"):

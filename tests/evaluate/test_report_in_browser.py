@@ -173,6 +173,23 @@ def test_texts_of_several_units_are_shaded_by_character(browser, tmp_path):
     assert spans == [["k9", "😀"], ["k0", "a"], ["k9", "灯"]]
 
 
+def test_references_are_marked_in_the_prompt(browser, tmp_path):
+    prompt = {
+        "task": "niah", "item": "i0", "prompt_tokens": 3, "head": "a tiger tiger", "head_sizes": [3, 3, 7], "tail": "",
+        "tail_sizes": [],
+    }  # fmt: skip
+    path = tmp_path / "page.html"
+    results = [line(name, "i0", kept_profile=profile, prompt_tokens=3) for name, profile in (("a", "090"), ("b", None))]
+    path.write_text(render_report(run_of(*results, prompts=(prompt,))))
+    spans = "[...document.querySelectorAll('.prompt span')].map((e) => [e.className, e.textContent])"
+    browser.open(path)
+    assert browser.read(spans) == [
+        ["k0", "a "], ["k0 ref", "t"], ["k9 ref", "ige"], ["k0 ref", "r"], ["k0", " "], ["k0 ref", "tiger"],
+    ]  # fmt: skip
+    browser.open(path, "#item=i0&show=b")
+    assert browser.read(spans) == [["", "a "], ["ref", "tiger"], ["", " "], ["ref", "tiger"]]
+
+
 def test_nothing_of_a_run_is_executed(browser, tmp_path):
     path = tmp_path / "page.html"
     path.write_text(render_report(hostile_run()))

@@ -45,6 +45,7 @@ def test_chance_is_what_the_task_declares():
         ({"prompt_hash": None}, "prompt_hash is not a text"),
         ({"references": "tiger"}, "references are not a list of texts"),
         ({"score": None}, "it has neither a scored prediction nor an error"),
+        ({"kept_rows": None}, "kept_rows is missing"),
         ({"prediction": None}, "it has neither a scored prediction nor an error"),
         ({}, "it repeats an earlier line"),
     ],

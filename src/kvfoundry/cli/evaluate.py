@@ -71,13 +71,16 @@ def progress_bar(shown: bool) -> "Iterator[Callable[[Progress], None] | None]":
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The rows of the board as a table on stdout."""
+    """Rows of a summary, or those of the board that have no task, as a table on stdout."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    several = len({row.get("task") for row in rows}) > 1
+    if several:
+        table.add_column("task", overflow="fold")
     table.add_column("method", overflow="fold", min_width=24)
     for heading in ("items", "score", "exact", "stored\nMiB", "kept", "ms per\ntoken", "first\ntoken s"):
         table.add_column(heading, justify="right")
@@ -90,7 +93,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             )
         ]  # fmt: skip
         failed = f" (+{row['failed']} failed)" if row["failed"] else ""
-        table.add_row(Text(row["method"]), f"{row['items']}{failed}", *numbers)
+        task = [Text(row["task"])] if several else []
+        table.add_row(*task, Text(row["method"]), f"{row['items']}{failed}", *numbers)
     Console().print(table)
 
 
@@ -100,7 +104,10 @@ def finish(outcome: "Outcome", as_json: bool, **more: Any) -> None:
         record = {"rows": outcome.rows, "warnings": outcome.flags, "failed": outcome.failed}
         typer.echo(json.dumps({**record, "report": str(outcome.report), **more}, indent=1))
     else:
-        print_table(outcome.board)
+        print_table(outcome.rows)
+        if len(outcome.rows) > len(outcome.board):
+            typer.echo("mean over the tasks:")
+            print_table(outcome.board)
         for flag in outcome.flags:
             typer.echo(f"warning: {flag['message']}.", err=True)
         typer.echo(f"report: {outcome.report}")

@@ -77,7 +77,7 @@ def _describe(label: str, candidate: "Candidate") -> None:
     against = "" if candidate.difference is None else f"; {candidate.difference.reason}"
     typer.echo(
         f"          score {candidate.score:.3f}, full cache {candidate.full_score:.3f}: "
-        f"{candidate.loss:.1%} lost{against}"
+        f"{max(candidate.loss or 0.0, 0.0):.1%} lost{against}"
     )
     pace = "" if candidate.ms_per_token is None else f", {candidate.ms_per_token:.1f} ms per token"
     typer.echo(

@@ -35,13 +35,12 @@ class Column:
 
 
 def columns_of(tasks: Sequence[str]) -> list[Column]:
-    """Every column; a run of several tasks has the score of each beside their mean."""
+    """Every column; a run of several tasks has the score of each behind what is the same for all."""
     several = len(tasks) > 1
     per_task = [Column(f"score:{task}", task, f"mean score on {task}", pattern=".3f") for task in tasks]
     return [
         Column("method", "method", "the recipe, in full", best="low"),
         Column("items", "items", "items that ran"),
-        *(per_task if several else []),
         Column("score", "mean" if several else "score", "mean score, each task alike", pattern=".3f"),
         Column("difference", f"vs {FULL}", f"score minus that of {FULL} on the same items", pattern="+.3f"),
         Column("exact", "exact", "share of items answered whole", pattern=".3f"),
@@ -52,6 +51,7 @@ def columns_of(tasks: Sequence[str]) -> list[Column]:
         Column("kept_share", "kept share", "kept rows as a share of the prompt's tokens, mean", "low", ".1%"),
         Column("ttft_seconds", "first token s", "seconds to the first token, prefill included, median", "low", ".2f"),
         Column("ms_per_token", "ms / token", "milliseconds per decoded token, median", "low", ".1f"),
+        *(per_task if several else []),
     ]
 
 

@@ -57,7 +57,8 @@ class Difference:
         return f"{self.verdict}: {interval}, {self.items} items"
 
 
-def _identity(line: Line) -> tuple[Any, ...]:
+def identity_of(line: Line) -> tuple[Any, ...]:
+    """What two lines about the same item share, whatever the run and the method."""
     return line["task"], line["item"], line.get("seed"), tuple(line["references"])
 
 
@@ -66,11 +67,11 @@ def pair(first: Iterable[Line], second: Iterable[Line]) -> Pairs:
 
     Two lines are about the same item when task, item, seed and references agree; failed items have no score.
     """
-    scores = {_identity(line): line["score"] for line in first if line.get("score") is not None}
+    scores = {identity_of(line): line["score"] for line in first if line.get("score") is not None}
     pairs: Pairs = {}
     for line in second:
-        if line.get("score") is not None and _identity(line) in scores:
-            pairs.setdefault(line["task"], []).append((scores[_identity(line)], line["score"]))
+        if line.get("score") is not None and identity_of(line) in scores:
+            pairs.setdefault(line["task"], []).append((scores[identity_of(line)], line["score"]))
     return pairs
 
 
@@ -159,14 +160,15 @@ def _remarks(first: Run, second: Run) -> list[str]:
             remarks.append(f"{name} is {before} in A and {after} in B")
     if first.meta.get("dtype") != second.meta.get("dtype"):
         remarks.append(f"dtype is {first.meta.get('dtype')} in A and {second.meta.get('dtype')} in B")
-    prompts = [{_identity(line): line["prompt_hash"] for line in run.lines} for run in (first, second)]
+    prompts = [{identity_of(line): line["prompt_hash"] for line in run.lines} for run in (first, second)]
     other = sum(prompts[1].get(item, digest) != digest for item, digest in prompts[0].items())
     if other:
         remarks.append(f"{other} of the shared items have other prompt tokens in B than in A")
     for run, name, fellow in ((first, "A", second), (second, "B", first)):
         lone = [method for method in run.methods if method not in fellow.methods]
         if lone and len(lone) < len(run.methods):
-            remarks.append(f"only in {name}: {', '.join(lone)}")
+            more = f" and {len(lone) - 5} more" if len(lone) > 5 else ""
+            remarks.append(f"only in {name}: {', '.join(lone[:5])}{more}")
     return remarks
 
 

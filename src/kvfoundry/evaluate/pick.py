@@ -7,7 +7,7 @@ from typing import Any
 
 from kvfoundry.errors import DataError, unknown_name
 from kvfoundry.evaluate.board import MIB
-from kvfoundry.evaluate.compare import Difference, difference, pair
+from kvfoundry.evaluate.compare import Difference, difference, identity_of, pair
 from kvfoundry.evaluate.guards import says_nothing
 from kvfoundry.evaluate.recipes import FULL
 from kvfoundry.evaluate.results import Line
@@ -20,8 +20,8 @@ _SHARED = ("model", "dtype", "chat", "prefill_chunk", "hide_question")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a recipe may cost. memory: bytes stored for one prompt, share: of those of a full cache; both hold for the
-    largest prompt measured. loss: share of the full cache's score that may be lost.
+    """What a recipe may cost. memory: bytes stored for one prompt; share: of those that the full cache stored for it.
+    Both must hold for every prompt measured. loss: share of the full cache's score that may be lost.
 
     Raises:
         DataError: a limit out of range.
@@ -44,7 +44,7 @@ class Limits:
 class Candidate:
     """One measured recipe. score, full_score: means over the tasks, on the same items; loss: the share that is gone.
 
-    stored_bytes, stored_share: of the prompt that took most. refused: why it does not qualify, one phrase per reason.
+    stored_bytes, stored_share: of the prompts that took most. refused: why it does not qualify, one phrase per reason.
     excess: by how much it misses the limits, as the sum of shares of each; None where it was not fully measured.
     """
 
@@ -157,12 +157,13 @@ def _setting(run: Run, name: str) -> Any:
 
 
 def _candidate(method: str, group: Sequence[Line], full: Sequence[Line], limits: Limits, seed: int) -> Candidate:
-    done = [line for line in group if not line.get("error")]
-    pairs = pair(full, done)
+    stored_whole = {identity_of(line): line["stored_bytes"] for line in full if not line.get("error")}
+    done = [line for line in group if not line.get("error") and identity_of(line) in stored_whole]
+    pairs, failed = pair(full, done), sum(bool(line.get("error")) for line in group)
     reasons = []
-    if len(done) < len(group):
-        reasons.append(f"{len(group) - len(done)} of its items failed")
-    paired, wanted = sum(map(len, pairs.values())), sum(not line.get("error") for line in full)
+    if failed:
+        reasons.append(f"{failed} of its items failed")
+    paired, wanted = len(done), len(stored_whole)
     if paired < wanted:
         lacking = [task for task in dict.fromkeys(line["task"] for line in full) if task not in pairs]
         where = f"not at all on {', '.join(lacking)}" if lacking else f"on {paired} of {wanted} items"
@@ -172,7 +173,7 @@ def _candidate(method: str, group: Sequence[Line], full: Sequence[Line], limits:
         return Candidate(method, refused=reasons or ["not measured"])
     loss = 1 - found.second / found.first if found.first else 0.0
     stored = max(line["stored_bytes"] for line in done)
-    share = max(line["stored_bytes"] / line["full_bytes"] for line in done)
+    share = max(line["stored_bytes"] / (stored_whole[identity_of(line)] or 1) for line in done)
     excess = 0.0
     if limits.memory is not None and stored > limits.memory:
         reasons.append(f"stores {stored / MIB:.2f} MiB, over the limit of {limits.memory / MIB:.2f} MiB")

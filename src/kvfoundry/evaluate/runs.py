@@ -15,6 +15,8 @@ _NUMBERS = (
     "score", "stored_bytes", "peak_bytes", "full_bytes", "kept_rows", "kept_share", "ttft_seconds", "ms_per_token",
     "seconds", "prompt_tokens",
 )  # fmt: skip
+# Every answer has these; times may lack, where nothing was decoded.
+_MEASURED = ("stored_bytes", "peak_bytes", "full_bytes", "kept_rows", "kept_share")
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,11 @@ def _fault(line: Line) -> str | None:
     references = line.get("references")
     if not isinstance(references, list) or not all(isinstance(text, str) for text in references):
         return "references are not a list of texts"
-    if not line.get("error") and (line.get("score") is None or not isinstance(line.get("prediction"), str)):
+    if line.get("error"):
+        return None
+    if line.get("score") is None or not isinstance(line.get("prediction"), str):
         return "it has neither a scored prediction nor an error"
-    return None
+    return next((f"{name} is missing" for name in _MEASURED if line.get(name) is None), None)
 
 
 def _prompts(path: Path) -> list[dict[str, Any]]:

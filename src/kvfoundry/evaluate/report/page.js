@@ -76,7 +76,7 @@
 
   const scoreOf = (answer) =>
     make("span", {
-      className: "score " + (answer.right ? "right" : "wrong"),
+      className: "score " + (answer.right ? "right" : answer.error || answer.score < 0.5 ? "wrong" : ""),
       textContent: answer.error ? "failed" : answer.score.toFixed(2),
     });
   const entry = (answer, withMethod, withItem) => {
@@ -116,27 +116,27 @@
 
   // Which digit of a profile stands for a token; the profile has as many bins as it has characters.
   const digitOf = (profile, token, tokens) => profile[Math.floor(((token + 1) * profile.length - 1) / tokens)];
+  // The text as spans, one per run of characters that look the same: shade k0 to k9, and ref inside a reference.
   const shaded = (text, sizes, firstToken, answer, tokens) => {
-    if (!answer.kept || !sizes) return [document.createTextNode(text)];
-    const characters = Array.from(text);
+    const marked = new Set();
+    for (const reference of promptOf(answer).references.filter(Boolean)) {
+      for (let at = text.indexOf(reference); at >= 0; at = text.indexOf(reference, at + reference.length)) {
+        for (let place = at; place < at + reference.length; place += 1) marked.add(place);
+      }
+    }
+    const shades = answer.kept && sizes
+      ? sizes.flatMap((size, number) => Array(size).fill("k" + digitOf(answer.kept, firstToken + number, tokens)))
+      : [];
     const spans = [];
-    let at = 0;
-    let run = "";
-    let digit = null;
-    const close = () => {
-      if (run) spans.push(make("span", { className: "k" + digit, textContent: run }));
-      run = "";
-    };
-    sizes.forEach((size, number) => {
-      const next = digitOf(answer.kept, firstToken + number, tokens);
-      if (next !== digit) close();
-      digit = next;
-      run += characters.slice(at, at + size).join("");
-      at += size;
+    let place = 0;
+    Array.from(text).forEach((character, number) => {
+      const look = [shades[number] || "", marked.has(place) ? "ref" : ""].filter(Boolean).join(" ");
+      const last = spans[spans.length - 1];
+      if (last && last.look === look) last.text += character;
+      else spans.push({ look, text: character });
+      place += character.length;
     });
-    close();
-    if (at < characters.length) spans.push(document.createTextNode(characters.slice(at).join("")));
-    return spans;
+    return spans.map((span) => make("span", { className: span.look, textContent: span.text }));
   };
   const strip = (profile) => {
     const canvas = make("canvas", { className: "strip", width: profile.length, height: 1 });
@@ -150,7 +150,7 @@
     return canvas;
   };
   const key = () => {
-    const parts = [["k0", "held by no head"], ["k2", "by few"], ["k5", "by half"], ["k9", "by every head of every layer"]];
+    const parts = [["k0", "held by no head"], ["k2", "by few"], ["k5", "by half"], ["k9", "by every head of every layer"], ["ref", "reference"]];
     return make("div", { className: "key" }, ...parts.map(([name, text]) => make("span", { className: name, textContent: text })));
   };
   const promptText = (answer) => {

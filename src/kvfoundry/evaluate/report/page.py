@@ -24,6 +24,9 @@ from kvfoundry.evaluate.results import Line
 from kvfoundry.evaluate.runs import Run
 from kvfoundry.evaluate.summary import grid, group_by, summarise
 
+# More heat maps of a task than this are folded away.
+_MOST_MAPS = 12
+
 
 @cache
 def _resource(name: str) -> str:
@@ -69,7 +72,7 @@ def render_report(run: Run, columns: Sequence[str] = (), sort: str | None = None
         _header(run, tasks),
         _flags(run),
         _failures(run.lines),
-        board_table(rows, shown),
+        board_table(rows, shown, sort),
         _pareto(rows, marks),
         _curves(run.lines, marks),
         _heat_maps(run.lines),
@@ -185,7 +188,9 @@ def _heat_maps(lines: Sequence[Line]) -> str:
             if (scores := grid(of_method))
         ]
         if maps:
-            sections.append(f'<h3>{escape(task)}</h3><div class="maps">{"".join(maps)}</div>')
+            drawn = f'<div class="maps">{"".join(maps)}</div>'
+            folded = "" if len(maps) <= _MOST_MAPS else f"<details><summary>{len(maps)} maps</summary>{drawn}</details>"
+            sections.append(f"<h3>{escape(task)}</h3>{folded or drawn}")
     if not sections:
         return ""
     return f'<section id="needles"><h2>Score by length and depth</h2>{ramp_legend()}{"".join(sections)}</section>'
@@ -226,15 +231,16 @@ def _browser(run: Run, tasks: Sequence[str], shown: int) -> str:
 
 def render_comparison(comparison: Comparison) -> str:
     """The page of two runs side by side."""
-    columns = ("task", "first", "second", "items", "A", "B", "B - A", "95 % interval", "verdict")
-    head = "".join(f'<th scope="col">{name}</th>' for name in columns)
+    columns = ("items", "A", "B", "B - A", "95 % interval", "verdict")
+    head = '<th scope="col">task</th><th scope="col" class="text">method</th>'
+    head += "".join(f'<th scope="col">{name}</th>' for name in columns)
     body = []
     for row in comparison.rows:
         found = row.difference
+        other = "" if row.first == row.second else f"<small>B: <code>{breakable(row.second)}</code></small>"
         cells = [
             f'<th scope="row">{escape(row.task or "all tasks")}</th>',
-            f'<td class="text"><code>{breakable(row.first)}</code></td>',
-            f'<td class="text"><code>{breakable(row.second)}</code></td>',
+            f'<td class="text"><code>{breakable(row.first)}</code>{other}</td>',
             f"<td>{found.items}</td><td>{found.first:.3f}</td><td>{found.second:.3f}</td><td>{found.mean:+.3f}</td>",
             f"<td>{found.low:+.3f} … {found.high:+.3f}</td>",
             f'<td class="{found.verdict}" title="{escape(found.reason)}">{found.verdict}</td>',

@@ -11,6 +11,9 @@ from kvfoundry.evaluate.report.marks import RAMP, Mark, ramp_colour
 
 Point = tuple[float, float]
 
+# With more marks than this, only those of the front are named.
+_MOST_NAMES = 12
+
 
 @dataclass(frozen=True)
 class _Frame:
@@ -64,8 +67,8 @@ def _frame(width: int, height: int, low: float, high: float, top_score: float) -
 
 
 def _score_ticks(highest: float) -> list[float]:
-    """Ticks from 0 to a round number above the highest score; the whole range where scores reach its upper half."""
-    if highest > 0.5:
+    """Ticks from 0 to a round number that the highest score does not pass."""
+    if highest > 0.8:
         return [0.0, 0.25, 0.5, 0.75, 1.0]
     step = next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2) if 5 * step >= highest)
     return [round(step * number, 2) for number in range(max(1, math.ceil(highest / step - 1e-9)) + 1)]
@@ -114,6 +117,8 @@ def pareto_plot(rows: Sequence[Row], marks: Mapping[str, Mark], width: int) -> s
         title = f"{row['method']}: score {row['score']:.3f}, {row['stored_bytes'] / MIB:.2f} MiB"
         parts.append(marks[family].svg(x, y, 5.5 if row["front"] else 4.5, filled=row["front"], title=escape(title)))
     for row, x, y in reversed(places):  # the front first: it has the first choice of room
+        if not row["front"] and len(places) > _MOST_NAMES:
+            continue  # in a crowd a name does not tell which mark it means
         parts.append(labels.place(x, y, _short(row["method"]), "name" if row["front"] else "other"))
     return frame.wrap("score against stored bytes of every method; the front is listed in the board", parts)
 

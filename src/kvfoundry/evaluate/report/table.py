@@ -16,18 +16,23 @@ def breakable(spec: str) -> str:
     return escape(spec).replace("(", "(<wbr>").replace("+", "<wbr>+").replace(", ", ", <wbr>")
 
 
-def board_table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """The section with the board."""
-    head = "".join(
-        f'<th scope="col" aria-sort="none" title="{escape(column.title)}"><button type="button" '
-        f'data-column="{escape(column.name)}" data-best="{column.best}">{escape(column.label)}</button></th>'
-        for column in columns
-    )
+def board_table(rows: Sequence[Row], columns: Sequence[Column], sort: str | None = None) -> str:
+    """The section with the board; sort: name of the column that the rows are in the order of, best first."""
+    head = "".join(_heading(column, column.name == sort) for column in columns)
     body = "".join(f"<tr>{''.join(_cell(row, column) for column in columns)}</tr>" for row in rows)
     return (
         f'<section id="board"><h2>Board</h2>{_LEGEND}'
         '<div class="scroll" tabindex="0" role="region" aria-label="board">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
+    )
+
+
+def _heading(column: Column, orders: bool) -> str:
+    label = escape(column.label).replace("_", "_<wbr>")
+    order = ("descending" if column.best == "high" else "ascending") if orders else "none"
+    return (
+        f'<th scope="col" aria-sort="{order}" title="{escape(column.title)}"><button type="button" '
+        f'data-column="{escape(column.name)}" data-best="{column.best}">{label}</button></th>'
     )
 
 
