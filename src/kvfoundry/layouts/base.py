@@ -157,6 +157,17 @@ class Layout(ABC):
     def view(self) -> RowsView:
         """The rows as rectangles: no copy for a dense layout, a padded copy for a ragged one."""
 
+    def coded_span(self) -> tuple[int, int]:
+        """First and last slot (exclusive) of the rows that a codec wrote in every head alike; empty without one."""
+        return 0, 0
+
+    def coded_keys(self, start: int, stop: int, view: RowsView) -> Tensor:
+        """Keys of such slots as attention reads them: [batch, heads, stop - start, head_dim].
+
+        view: the rows before they were written.
+        """
+        return view.keys[:, :, start:stop]
+
     @abstractmethod
     def stretches(self) -> Stretches:
         """The rows in place, without a copy."""
