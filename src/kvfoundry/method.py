@@ -144,6 +144,11 @@ class Method:
         return self.codec is not None or self.pairs is not None
 
     @property
+    def parks(self) -> bool:
+        """True when dropped rows wait on the host until they are recalled."""
+        return self.dispose is not None and self.dispose.parks
+
+    @property
     def takes_budget(self) -> bool:
         """True when a budget parameter exists."""
         return any(name == "budget" for call in self.calls for name, _ in call.arguments)
