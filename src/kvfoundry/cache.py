@@ -92,12 +92,12 @@ class KVCache(Cache):
         The cache then holds every row ever stored, each as it was computed, in the memory of a full cache. What that
         equals depends on when rows were computed:
 
-        - Nothing had been fed since the first eviction and all of the prompt had come in one call (or under
-          schedule(prefill='end')): the cache is the one that never dropped a row, and so is everything that follows:
-          the same logits, the same text.
+        - Nothing has been fed since rows were first dropped (after a document in one call, or in pieces under
+          schedule(prefill='end')): the cache is the one that never dropped a row, and everything that follows is the
+          same, logits and text.
         - Rows that were computed after an eviction (a later piece of a prompt, an answer) saw fewer rows then, and
           that does not change: from now on they are read along with all others, as they are. To ask one document
-          many things, each with all of it in sight, fork() the document's cache and recall the fork.
+          many things, each with nothing but all of it in sight, fork() the document's cache and recall the fork.
 
         act_again: without it the method rests, in prompt and in decode, and drops nothing more: the cache is a full
         one from here on (until `reset`). With it what is fed next counts as a prompt, as in an empty cache (the next
@@ -157,7 +157,7 @@ class KVCache(Cache):
     def _parking_notes(self) -> list[str]:
         if any(layer.rests for layer in self.attention_layers):
             return [f"{self.method} rests since recall(): every row is on the device, and none is dropped."]
-        if any(True for layer in self.attention_layers for _ in layer.parked_tensors()):
+        if self.parked_nbytes:
             return [f"{self.method}: dropped rows are still in host memory (parked_nbytes); recall() brings them back."]
         return []
 

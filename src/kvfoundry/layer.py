@@ -442,15 +442,14 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             )
         if self.rows is None:
             return
+        assert self.real is not None
+        if self.evicts:
+            self.rows = self._acting.recalled(self.rows, self.real, self._heads, acts_again=act_again)
+            self.rows_lost_at, self._pages = 0, None
+            self.reconstructed, self.rests = False, not act_again
+            self.note_bytes()
         if act_again:
             self.prompt.begin_anew(self.seen)
-        if not self.evicts:
-            return
-        assert self.real is not None
-        self.rows = self._acting.recalled(self.rows, self.real, self._heads, acts_again=act_again)
-        self.rows_lost_at, self._pages = 0, None
-        self.reconstructed, self.rests = False, not act_again
-        self.note_bytes()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take tokens back. Negative: that many of the newest; positive: down to that length (as transformers has it).

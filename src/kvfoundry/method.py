@@ -207,7 +207,9 @@ class Method:
         query [batch, query_heads, tokens, head_dim], key and value [batch, heads, tokens, dim]: as attention sees them,
         keys after RoPE. attention_mask: [batch, tokens], 0 for padding. Returns the cache layer, with .keys, .values,
         .positions ([batch, heads, rows]), .lengths ([batch, heads]) and .nbytes; `layer.step(query, key, value)` goes
-        on from there in decode. Raises SpecError for a method that needs more of the model than these tensors.
+        on from there in decode. Under park(), .parked has the same fields for the rows on the host, .parked_nbytes
+        their bytes, and `layer.recall()` brings them back. Raises SpecError for a method that needs more of the model
+        than these tensors.
         """
         if self.needs_model is not None:
             raise SpecError(f"{self} needs {self.needs_model}, not only tensors; use it through KVCache(model).")
