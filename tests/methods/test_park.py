@@ -290,6 +290,22 @@ def test_a_prompt_within_the_budget_can_be_recalled_too(tiny_model):
     assert cache.kept_rows == 30
 
 
+def test_statistics_that_nobody_needs_any_more_take_no_memory(tiny_model):
+    """Of a method that acts in the prompt alone, parked or not; and of one that rests, whether it parked or not."""
+    model, ids = tiny_model("llama"), random_ids(1, 40)
+    full = kvfoundry.KVCache(model)
+    forward_pieces(model, full, ids, [40])
+    once = kvfoundry.KVCache(model, "h2o(budget=12, window=4)+schedule(prefill='chunk')+park()")
+    once.expect_prompt(40)
+    forward_pieces(model, once, ids, [20, 20])
+    assert once.parked_nbytes == 28 * 2 * 2 * (2 * 16 * 4 + 4) and once.nbytes == 12 * 2 * 2 * (2 * 16 * 4 + 2)
+    for budget in (12, 64):
+        resting = kvfoundry.KVCache(model, f"h2o(budget={budget}, window=4)+park()")
+        forward_pieces(model, resting, ids, [40])
+        resting.recall()
+        assert resting.nbytes == full.nbytes
+
+
 def test_forks_and_copies_go_their_own_ways(tiny_model):
     """B38: neither side's parking, recalling or reordering reaches the other; what is parked is shared, not copied."""
     model, ids = tiny_model("llama"), random_ids(2, 60)
@@ -377,8 +393,9 @@ def test_pages_are_bounded_anew_over_recalled_rows(tiny_model):
     )
     for each in (plain, cache):
         forward_pieces(model, each, ids[:, :50], [50])
-    forward_pieces(model, cache.fork(), ids[:, 50:], [1] * 4)
+    forward_pieces(model, cache, ids[:, 66:], [1] * 4)
     cache.recall()
+    cache.crop(-4)
     found, expected = (forward_pieces(model, each, ids[:, 50:], [1] * 20) for each in (cache, plain))
     assert torch.equal(found, expected)
 
