@@ -39,6 +39,14 @@ def split_groups(column: Tensor, groups: int) -> Tensor:
     return column.transpose(2, 3).reshape(batch, heads * groups, rows, 1)
 
 
+def joined_groups(column: Tensor, groups: int) -> Tensor:
+    """The reverse of `split_groups`: one entry per query head, [batch, heads, rows, groups]."""
+    if groups == 1:
+        return column
+    batch, heads, rows = column.shape[:3]
+    return column.reshape(batch, heads // groups, groups, rows).transpose(2, 3).contiguous()
+
+
 def owned(tensor: Tensor) -> Tensor:
     """The tensor itself when it alone fills its storage in order, else a compact copy."""
     exact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
