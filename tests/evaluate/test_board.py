@@ -50,7 +50,7 @@ def test_failed_items_are_counted_and_in_no_mean():
     failed = line(depth=50.0, score=None, exact=None, stored_bytes=None, prediction=None, error="RuntimeError: no")
     (row,) = board_of([line(), failed])
     assert (row["items"], row["failed"], row["score"]) == (1, 1, 1.0)
-    assert "1 (+1 failed)" in board_markdown([row], columns_of(["niah"]))
+    assert "1 (+1 failed)" in board_markdown([row], columns_of([line()]))
 
 
 def test_front_by_hand():
@@ -68,31 +68,33 @@ def test_front_by_hand():
 
 
 def test_columns_by_name():
-    known = columns_of(["a", "b"])
+    known = columns_of(several())
     names = [column.name for column in known]
     assert names[:3] == ["method", "items", "score"] and names[-2:] == ["score:a", "score:b"]
     assert [column.name for column in pick_columns(known, ["score", "method"])] == ["score", "method"]
     assert pick_columns(known, []) == known
     with pytest.raises(DataError, match="unknown column 'scores'; did you mean 'score'"):
         pick_columns(known, ["scores"])
-    assert not any(name.startswith("score:") for name in [column.name for column in columns_of(["a"])])
+    parking = {column.name for column in columns_of([line(), line("snapkv(budget=8)+park()", parked_bytes=MIB)])}
+    assert "parked_bytes" in parking and "parked_bytes" not in names
+    assert not any(name.startswith("score:") for name in [column.name for column in columns_of([line()])])
 
 
 def test_order_puts_the_best_first_and_what_is_unknown_last():
     rows = board_of(several())
-    columns = {column.name: column for column in columns_of(["a", "b"])}
+    columns = {column.name: column for column in columns_of(several())}
     ordered = {name: [row["method"] for row in sort_rows(rows, columns[name])] for name in ("score", "stored_bytes")}
     assert ordered["score"] == ["fullkv", "h2o(budget=8)", "tova(budget=8)"]
     assert ordered["stored_bytes"] == ["h2o(budget=8)", "fullkv", "tova(budget=8)"]  # of tova, only one task is known
 
 
 def test_csv_has_the_figures_as_they_are():
-    rows, columns = board_of(several()), columns_of(["a", "b"])
+    rows, columns = board_of(several()), columns_of(several())
     read = list(csv.DictReader(io.StringIO(board_csv(rows, columns))))
     assert [row["method"] for row in read] == ["fullkv", "h2o(budget=8)", "tova(budget=8)"]
     assert float(read[1]["stored_bytes"]) == MIB and float(read[1]["score"]) == 0.5 and read[2]["score"] == ""
 
 
 def test_markdown_is_a_table():
-    text = board_markdown(board_of([line("a|b", "i")]), pick_columns(columns_of(["niah"]), ["method", "stored_bytes"]))
+    text = board_markdown(board_of([line("a|b", "i")]), pick_columns(columns_of([line()]), ["method", "stored_bytes"]))
     assert text == "| method | stored MiB |\n|---|---:|\n| `a\\|b` | 2.00 |\n"

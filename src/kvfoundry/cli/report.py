@@ -69,7 +69,7 @@ def _board(
     from kvfoundry.evaluate.report import render_report
     from kvfoundry.evaluate.results import REPORT
 
-    known = columns_of(list(dict.fromkeys(line["task"] for line in run.lines)))
+    known = columns_of(run.lines)
     shown, rows = pick_columns(known, names), board_of(run.lines)
     if sort is not None:
         rows = sort_rows(rows, pick_columns(known, [sort])[0])

@@ -34,9 +34,12 @@ class Column:
         return format(value / self.scale, self.pattern) if self.pattern else str(value)
 
 
-def columns_of(tasks: Sequence[str]) -> list[Column]:
-    """Every column; a run of several tasks has the score of each behind what is the same for all."""
-    several = len(tasks) > 1
+def columns_of(lines: Iterable[Line]) -> list[Column]:
+    """Every column that these results have a figure for; the scores of several tasks stand behind all else."""
+    lines = list(lines)
+    tasks = list(dict.fromkeys(line["task"] for line in lines))
+    several, parks = len(tasks) > 1, any(line.get("parked_bytes") for line in lines)
+    parked = Column("parked_bytes", "parked MiB", "bytes of dropped rows in host memory, mean", "low", ".2f", MIB)
     per_task = [Column(f"score:{task}", task, f"mean score on {task}", pattern=".3f") for task in tasks]
     return [
         Column("method", "method", "the recipe, in full", best="low"),
@@ -47,6 +50,7 @@ def columns_of(tasks: Sequence[str]) -> list[Column]:
         Column("stored_bytes", "stored MiB", "bytes of the cache after the prompt, mean", "low", ".2f", MIB),
         Column("stored_share", "of full", "stored bytes as a share of those of a full cache, mean", "low", ".1%"),
         Column("peak_bytes", "peak MiB", "largest size of the cache until the prompt's end, mean", "low", ".2f", MIB),
+        *([parked] if parks else []),
         Column("kept_rows", "kept rows", "rows per KV head and layer after the prompt, mean", "low", ".0f"),
         Column("kept_share", "kept share", "kept rows as a share of the prompt's tokens, mean", "low", ".1%"),
         Column("ttft_seconds", "first token s", "seconds to the first token, prefill included, median", "low", ".2f"),
@@ -70,7 +74,10 @@ def pick_columns(columns: Sequence[Column], names: Iterable[str]) -> list[Column
     return chosen or list(columns)
 
 
-_TASK_MEANS = ("score", "exact", "stored_bytes", "stored_share", "peak_bytes", "full_bytes", "kept_rows", "kept_share")
+_TASK_MEANS = (
+    "score", "exact", "stored_bytes", "stored_share", "peak_bytes", "full_bytes", "parked_bytes", "kept_rows",
+    "kept_share",
+)  # fmt: skip
 
 
 def board_of(lines: Sequence[Line], seed: int = 0) -> list[Row]:

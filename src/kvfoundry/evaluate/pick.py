@@ -44,8 +44,9 @@ class Limits:
 class Candidate:
     """One measured recipe. score, full_score: means over the tasks, on the same items; loss: the share that is gone.
 
-    stored_bytes, stored_share: of the prompts that took most. refused: why it does not qualify, one phrase per reason.
-    excess: by how much it misses the limits, as the sum of shares of each; None where it was not fully measured.
+    stored_bytes, stored_share, parked_bytes (in host memory): of the prompts that took most.
+    refused: why it does not qualify, one phrase per reason. excess: by how much it misses the limits, as the sum of
+    shares of each; None where it was not fully measured.
     """
 
     method: str
@@ -54,6 +55,7 @@ class Candidate:
     loss: float | None = None
     stored_bytes: int | None = None
     stored_share: float | None = None
+    parked_bytes: int = 0
     ttft_seconds: float | None = None
     ms_per_token: float | None = None
     difference: Difference | None = None
@@ -191,6 +193,7 @@ def _candidate(method: str, group: Sequence[Line], full: Sequence[Line], limits:
         loss=loss,
         stored_bytes=stored,
         stored_share=share,
+        parked_bytes=max(line.get("parked_bytes") or 0 for line in done),
         ttft_seconds=_middle(done, "ttft_seconds"),
         ms_per_token=_middle(done, "ms_per_token"),
         difference=None if method == FULL else found,

@@ -7,8 +7,8 @@ from typing import Any
 from kvfoundry.evaluate.results import Line
 
 _MEANS = (
-    "score", "exact", "stored_bytes", "stored_share", "peak_bytes", "full_bytes", "kept_rows", "kept_share",
-    "prompt_tokens",
+    "score", "exact", "stored_bytes", "stored_share", "peak_bytes", "full_bytes", "parked_bytes", "kept_rows",
+    "kept_share", "prompt_tokens",
 )  # fmt: skip
 # The first item of an arm pays for warm-up: the median does not see it, a mean would.
 _MEDIANS = ("ttft_seconds", "ms_per_token")

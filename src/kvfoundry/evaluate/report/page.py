@@ -62,7 +62,7 @@ def render_report(run: Run, columns: Sequence[str] = (), sort: str | None = None
     """
     rows = board_of(run.lines)
     tasks = list(dict.fromkeys(line["task"] for line in run.lines))
-    known = columns_of(tasks)
+    known = columns_of(run.lines)
     shown = pick_columns(known, columns)
     if sort is not None:
         rows = sort_rows(rows, pick_columns(known, [sort])[0])
