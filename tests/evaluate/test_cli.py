@@ -8,9 +8,11 @@ import sys
 import time
 
 import pytest
+import typer
 
 import kvfoundry
 from kvfoundry.cli import main
+from kvfoundry.cli.evaluation import eval_app
 from kvfoundry.evaluate.results import META, REPORT, RESULTS, read_lines
 
 NIAH = ["eval", "niah", "--lengths", "120", "--depths", "0,100", "--max-new-tokens", "2"]
@@ -48,6 +50,17 @@ def test_help_works_where_torch_does_not(arguments):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and err == ""
     assert kvfoundry.__version__ in out if arguments == ["--version"] else "Usage: kvfoundry" in out
+
+
+@pytest.mark.parametrize("task", [info.name or info.callback.__name__ for info in eval_app.registered_commands])
+def test_every_task_shows_the_shared_options(task):
+    command = typer.main.get_command(eval_app).commands[task]
+    shown = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    assert shown >= {
+        "--model", "--method", "--budget", "--limit", "--eval-batch-size", "--eval_batch_size", "--chat", "--no-chat",
+        "--prefill-chunk", "--hide-question", "--seed", "--out", "--resume", "--device", "--dtype", "--json",
+    }  # fmt: skip
+    assert next(parameter.default for parameter in command.params if parameter.name == "out").name == task
 
 
 def test_methods_lists_every_method(call):

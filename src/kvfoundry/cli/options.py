@@ -33,6 +33,10 @@ PrefillOption = Annotated[
     int | None,
     typer.Option("--prefill-chunk", min=1, help="Read the prompt in pieces of so many tokens, evicting after each."),
 ]
+DataOption = Annotated[Path | None, typer.Option("--data", help="File or folder with the task's data.")]
+SkipDamagedOption = Annotated[
+    bool, typer.Option("--skip-damaged", help="Leave damaged records of the data out instead of stopping.")
+]
 
 
 class Interrupted(Exception):

@@ -21,7 +21,7 @@ import torch
 import kvfoundry
 from kvfoundry.attention import backend_of
 from kvfoundry.evaluate.arms import expand_arms
-from kvfoundry.evaluate.prompts import encode_prompt, hash_ids, question_tokens, resolve_chat
+from kvfoundry.evaluate.prompts import encode_item, hash_ids, hidden_tokens, item_chat, resolve_chat
 from kvfoundry.evaluate.report import render_report
 from kvfoundry.evaluate.results import META, SUMMARY, Line, ResultsFolder
 from kvfoundry.evaluate.summary import group_by, shared_prompts, summarise
@@ -58,6 +58,7 @@ class Outcome:
 class _Question:
     task: Task
     item: Item
+    chat: bool
     prompt_tokens: int
     prompt_hash: str
 
@@ -138,6 +139,8 @@ def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], op
         tokenizer,
         [question.item.prompt for question in batch],
         method=method,
+        chat=batch[0].chat,
+        answer_prefix=[question.item.answer_prefix for question in batch],
         max_new_tokens=max(question.item.max_new_tokens for question in batch),
         batch_size=len(batch),
         details=True,
@@ -182,17 +185,17 @@ def _questions(
     questions = []
     for task in tasks:
         for item in spread(task.items(tokenizer, chat, seed), limit):
-            ids = encode_prompt(tokenizer, item.prompt, chat)
+            ids = encode_item(tokenizer, item, chat)
             check_length(model, len(ids), item.max_new_tokens, f"prompt {item.item} of {task.name}")
-            questions.append(_Question(task, item, len(ids), hash_ids(ids)))
+            questions.append(_Question(task, item, item_chat(item, chat), len(ids), hash_ids(ids)))
     if not questions:
         raise TaskError("the tasks hold no items.")
     return questions
 
 
 def _batches(waiting: Sequence[_Question], batch_size: int) -> Iterator[Sequence[_Question]]:
-    """Batches of one task each."""
-    for _, group in itertools.groupby(waiting, key=lambda question: id(question.task)):
+    """Batches of one task each, and of prompts that are all in the chat template or all not."""
+    for _, group in itertools.groupby(waiting, key=lambda question: (id(question.task), question.chat)):
         questions = list(group)
         for start in range(0, len(questions), batch_size):
             yield questions[start : start + batch_size]
@@ -255,10 +258,8 @@ def evaluate(
     # One number for all items: what a method sees must not depend on which prompts share a batch.
     hold_back = 0
     if hide_question:
-        hold_back = max(
-            question_tokens(tokenizer, question.item.prompt, question.item.question, chat) for question in questions
-        )
-    options = {"chat": chat, "prefill_chunk": prefill_chunk, "hold_back": hold_back, "seed": seed}
+        hold_back = max(hidden_tokens(tokenizer, question.item, chat) for question in questions)
+    options = {"prefill_chunk": prefill_chunk, "hold_back": hold_back, "seed": seed}
     shared = {
         "backend": backend_of(model),
         "prefill_chunk": prefill_chunk,

@@ -20,6 +20,9 @@ class Item:
         prompt: user text, before any chat template.
         references: the answers; a task decides in `score` whether one or all are needed.
         question: what the prompt ends with and a method may not see when it has to act on the text alone.
+        answer_prefix: how the answer begins, put after the chat template's generation prompt for the model to go on;
+            part of the prompt's tokens and, like the question, nothing that a method sees of a text alone.
+        chat: whether the prompt goes into the chat template; None leaves it to the run.
         cell: where the item stands in the task's grid, such as {"length": 2048, "depth": 50.0}; goes into the results.
     """
 
@@ -28,6 +31,8 @@ class Item:
     references: tuple[str, ...]
     max_new_tokens: int
     question: str = ""
+    answer_prefix: str = ""
+    chat: bool | None = None
     cell: Mapping[str, float | int | str] = field(default_factory=dict)
 
 

@@ -1,0 +1,85 @@
+"""What an eval command shows: a progress bar, the table, and the exit status."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvfoundry.evaluate.runner import Outcome, Progress
+
+
+@contextmanager
+def progress_bar(shown: bool) -> "Iterator[Callable[[Progress], None] | None]":
+    """A bar with the time left on stderr."""
+    if not shown:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"))
+    bar = Bar(*columns, console=Console(stderr=True))
+    running = bar.add_task("", total=None, left="")
+
+    def show(state: "Progress") -> None:
+        bar.start()  # not before there is something to show: a refusal is one line
+        minutes, seconds = divmod(round(state.seconds_left), 60)
+        bar.update(
+            running,
+            description=state.method,
+            completed=state.done,
+            total=state.total,
+            left=f"{minutes}:{seconds:02d} left",
+        )
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """The summary rows as a table on stdout."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("method", overflow="fold", min_width=24)
+    for heading in ("items", "score", "exact", "stored\nMiB", "kept", "ms per\ntoken", "first\ntoken s"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        numbers = [
+            "n/a" if row[name] is None else format(row[name] / scale, pattern)
+            for name, scale, pattern in (
+                ("score", 1, ".2f"), ("exact", 1, ".2f"), ("stored_bytes", 1024 * 1024, ".2f"),
+                ("kept_share", 1, ".0%"), ("ms_per_token", 1, ".1f"), ("ttft_seconds", 1, ".2f"),
+            )
+        ]  # fmt: skip
+        failed = f" (+{row['failed']} failed)" if row["failed"] else ""
+        table.add_row(Text(row["method"]), f"{row['items']}{failed}", *numbers)
+    Console().print(table)
+
+
+def finish(outcome: "Outcome", as_json: bool, **more: Any) -> None:
+    """Print what came out, with `more` in the JSON form; leave with 1 when items failed."""
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {"rows": outcome.rows, "failed": outcome.failed, "report": str(outcome.report), **more}, indent=1
+            )
+        )
+    else:
+        print_table(outcome.rows)
+        typer.echo(f"report: {outcome.report}")
+    if outcome.failed:
+        typer.echo(
+            f"{outcome.failed} items failed; see results.jsonl, and run again with --resume to retry them.", err=True
+        )
+        raise typer.Exit(1)
