@@ -177,7 +177,8 @@ def _encode_one(
     if answer_prefix:
         # A template that ends in white space has said already that the answer begins here.
         text += answer_prefix.lstrip() if text[-1:].isspace() else answer_prefix
-    return list(tokenizer(text, add_special_tokens=not chat and not continued)["input_ids"])
+    # What is too long is refused by check_length, not warned of.
+    return list(tokenizer(text, add_special_tokens=not chat and not continued, verbose=False)["input_ids"])
 
 
 def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int, what: str) -> None:

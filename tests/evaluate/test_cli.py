@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,11 @@ import kvfoundry
 from kvfoundry.cli import main
 from kvfoundry.cli.evaluation import eval_app
 from kvfoundry.evaluate.results import META, REPORT, RESULTS, read_lines
+from kvfoundry.evaluate.tasks.ruler.table import VARIANTS
 
 NIAH = ["eval", "niah", "--lengths", "120", "--depths", "0,100", "--max-new-tokens", "2"]
+RULER = ["eval", "ruler"]
+TASKS = [info.callback.__name__ for info in eval_app.registered_commands]
 
 
 @pytest.fixture
@@ -43,7 +47,15 @@ def in_process(*arguments, prelude=""):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["eval", "--help"], ["eval", "niah", "--help"], ["run", "--help"], ["--version"], []]
+    "arguments",
+    [
+        ["--help"],
+        ["eval", "--help"],
+        *(["eval", task, "--help"] for task in TASKS),
+        ["run", "--help"],
+        ["--version"],
+        [],
+    ],
 )
 def test_help_works_where_torch_does_not(arguments):
     process = in_process(*arguments, prelude="sys.modules['torch'] = None; sys.modules['transformers'] = None")
@@ -52,7 +64,7 @@ def test_help_works_where_torch_does_not(arguments):
     assert kvfoundry.__version__ in out if arguments == ["--version"] else "Usage: kvfoundry" in out
 
 
-@pytest.mark.parametrize("task", [info.name or info.callback.__name__ for info in eval_app.registered_commands])
+@pytest.mark.parametrize("task", TASKS)
 def test_every_task_shows_the_shared_options(task):
     command = typer.main.get_command(eval_app).commands[task]
     shown = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
@@ -125,6 +137,39 @@ def test_eval_niah_end_to_end_and_resumed(call, model_folder, tmp_path):
     assert {row["method"] for row in json.loads(text)["rows"]} == {"fullkv", "snapkv(budget=32, window=8)"}
 
 
+def test_eval_ruler_runs_every_task_that_needs_no_data(call, model_folder, tmp_path):
+    longer = tmp_path / "longer"
+    shutil.copytree(model_folder, longer)
+    config = json.loads((longer / "config.json").read_text())
+    (longer / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 600}))
+    status, out, err = call(
+        *RULER, "--lengths", 560, "--items", 1, "--eval-batch-size", 2, "--model", longer, "--method", "fullkv",
+        "--method", "snapkv(window=8)", "--budget", 64, "--out", tmp_path, "--json", "--hide-question",
+    )  # fmt: skip
+    assert status == 0, err
+    rows = json.loads(out)["rows"]
+    assert len(rows) == 2 * 11 and {row["items"] for row in rows} == {1}
+    lines = read_lines(tmp_path / RESULTS)
+    assert {line["task"] for line in lines} == {f"ruler_{name}" for name in VARIANTS if not name.startswith("qa")}
+    assert all(line["prompt_tokens"] + 30 <= 560 and line["length"] == 560 for line in lines)
+
+
+def test_eval_ruler_asks_the_questions_of_a_file_and_leaves_damaged_ones_out(call, model_folder, tmp_path):
+    good = {
+        "question": "Where is the mill?", "answer": "by the river", "supporting_facts": [["Mill", 0]],
+        "context": [["Mill", ["The mill is by the river."]], ["Roof", ["The roof began to leak."] * 60]],
+    }  # fmt: skip
+    (tmp_path / "hotpot.json").write_text(json.dumps([good, {"question": "torn"}]))
+    arguments = [*RULER, "--tasks", "qa_2", "--qa-data", tmp_path / "hotpot.json", "--lengths", 450, "--items", 1,
+                 "--model", model_folder, "--out", tmp_path / "out"]  # fmt: skip
+    status, _, err = call(*arguments)
+    assert status == 2 and "record 2 has no field 'answer'" in err and err.count("\n") == 1
+    status, _, err = call(*arguments, "--skip-damaged")
+    assert status == 0 and "note: 1 damaged record of" in err
+    (line,) = read_lines(tmp_path / "out" / RESULTS)
+    assert line["references"] == ["by the river"]
+
+
 def bad(name, message, *arguments):
     return pytest.param(arguments, message, id=name)
 
@@ -165,6 +210,14 @@ def bad(name, message, *arguments):
         bad("zero items", "limit 0 leaves no items", *NIAH, "--limit", "0", "--model", "MODEL", "--out", "TMP/o3"),
         bad("batch zero", "batch size 0", *NIAH, "--eval-batch-size", "0", "--model", "MODEL", "--out", "TMP/o4"),
         bad("no haystack", "does not exist", *NIAH, "--haystack", "TMP/none", "--model", "MODEL", "--out", "TMP/o5"),
+        bad("unknown ruler task", "did you mean 'vt'?", *RULER, "--tasks", "vtt"),
+        bad("ruler data", "qa_1 needs a local SQuAD-style JSON file", *RULER, "--tasks", "qa_1"),
+        bad("ruler no file", "cannot be read", *RULER, "--qa-data", "TMP/none.json"),
+        bad("ruler items", "0 items leave nothing to ask", *RULER, "--items", "0"),
+        bad("ruler too short", "100 is too short for vt", *RULER, "--tasks", "vt", "--lengths", "100",
+            "--model", "MODEL", "--out", "TMP/r1"),
+        bad("ruler above", "limited to 512", *RULER, "--tasks", "cwe", "--lengths", "600",
+            "--model", "MODEL", "--out", "TMP/r2"),
         bad("unwritable", "cannot be written", *NIAH, "--out", "TMP/empty/out"),
         bad("demo unwritable", "cannot be written", "demo", "--out", "TMP/empty/out"),
     ],

@@ -3,14 +3,10 @@
 import typer
 
 from kvfoundry.cli.evaluation.niah import niah
+from kvfoundry.cli.evaluation.ruler import ruler
 
 eval_app = typer.Typer(help="Measure methods on a task: score, bytes and time on one board.", no_args_is_help=True)
 
 
-@eval_app.callback()
-def _group() -> None:
-    """Keeps a task a subcommand even where it is the only one."""
-
-
-for _task in (niah,):
+for _task in (niah, ruler):
     eval_app.command()(_task)

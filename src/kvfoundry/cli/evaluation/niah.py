@@ -1,13 +1,12 @@
 """`kvfoundry eval niah`: a fact hidden in a long text."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvfoundry.cli.evaluation.options import EvalOptions, with_eval_options
 from kvfoundry.cli.evaluation.run import run_tasks
-from kvfoundry.cli.options import parse_numbers
+from kvfoundry.cli.options import HaystackOption, parse_numbers
 from kvfoundry.evaluate.tasks.needles import KINDS
 
 
@@ -29,9 +28,7 @@ def niah(
     needles: Annotated[int, typer.Option("--needles", help="Facts hidden and asked for at once.")] = 1,
     distractors: Annotated[int, typer.Option("--distractors", help="Facts about other keys, to be told apart.")] = 0,
     repeats: Annotated[int, typer.Option("--repeats", help="Items per length and depth.")] = 1,
-    haystack: Annotated[
-        Path | None, typer.Option("--haystack", help="Folder of .txt or .md files. (default: generated prose)")
-    ] = None,
+    haystack: HaystackOption = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", help="Longest answer in tokens, for each needle.")
     ] = 24,

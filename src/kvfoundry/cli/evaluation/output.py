@@ -1,8 +1,9 @@
 """What an eval command shows: a progress bar, the table, and the exit status."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -83,3 +84,11 @@ def finish(outcome: "Outcome", as_json: bool, **more: Any) -> None:
             f"{outcome.failed} items failed; see results.jsonl, and run again with --resume to retry them.", err=True
         )
         raise typer.Exit(1)
+
+
+def note_skipped(path: Path, skipped: Sequence[str]) -> None:
+    """One line on stderr about the damaged records of a file that are left out."""
+    if skipped:
+        count = f"{len(skipped)} damaged record{'s' if len(skipped) > 1 else ''}"
+        shown = "; ".join(skipped[:3]) + ("; ..." if skipped[3:] else "")
+        typer.echo(f"note: {count} of {path} left out: {shown}", err=True)
