@@ -137,21 +137,36 @@ def test_eval_niah_end_to_end_and_resumed(call, model_folder, tmp_path):
     assert {row["method"] for row in json.loads(text)["rows"]} == {"fullkv", "snapkv(budget=32, window=8)"}
 
 
-def test_eval_ruler_runs_every_task_that_needs_no_data(call, model_folder, tmp_path):
-    longer = tmp_path / "longer"
-    shutil.copytree(model_folder, longer)
-    config = json.loads((longer / "config.json").read_text())
-    (longer / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 600}))
+@pytest.fixture(scope="module")
+def longer_model(model_folder, tmp_path_factory):
+    """The tiny model with room for a few more tokens."""
+    folder = tmp_path_factory.mktemp("longer") / "model"
+    shutil.copytree(model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 640}))
+    return folder
+
+
+def test_eval_ruler_end_to_end(call, longer_model, tmp_path):
     status, out, err = call(
-        *RULER, "--lengths", 560, "--items", 1, "--eval-batch-size", 2, "--model", longer, "--method", "fullkv",
-        "--method", "snapkv(window=8)", "--budget", 64, "--out", tmp_path, "--json", "--hide-question",
+        *RULER, "--tasks", "vt,fwe", "--tasks", "vt", "--lengths", "500,560", "--items", 1, "--eval-batch-size", 2,
+        "--model", longer_model, "--method", "fullkv", "--method", "snapkv(window=8)", "--budget", 64,
+        "--out", tmp_path, "--json", "--hide-question",
     )  # fmt: skip
     assert status == 0, err
-    rows = json.loads(out)["rows"]
-    assert len(rows) == 2 * 11 and {row["items"] for row in rows} == {1}
+    assert {(row["task"], row["items"]) for row in json.loads(out)["rows"]} == {("ruler_vt", 2), ("ruler_fwe", 2)}
     lines = read_lines(tmp_path / RESULTS)
-    assert {line["task"] for line in lines} == {f"ruler_{name}" for name in VARIANTS if not name.startswith("qa")}
-    assert all(line["prompt_tokens"] + 30 <= 560 and line["length"] == 560 for line in lines)
+    assert len(lines) == 8 and all(line["prompt_tokens"] + 30 <= line["length"] for line in lines)
+
+
+def test_eval_ruler_asks_every_task_that_needs_no_data(call, longer_model, tmp_path, monkeypatch):
+    def failing(*args, **kwargs):
+        raise RuntimeError("not asked")
+
+    monkeypatch.setattr(kvfoundry, "generate", failing)
+    status, _, _ = call(*RULER, "--lengths", 560, "--items", 1, "--model", longer_model, "--out", tmp_path)
+    tasks = [line["task"] for line in read_lines(tmp_path / RESULTS)]
+    assert status == 1 and tasks == [f"ruler_{name}" for name in VARIANTS if not name.startswith("qa")]
 
 
 def test_eval_ruler_asks_the_questions_of_a_file_and_leaves_damaged_ones_out(call, model_folder, tmp_path):
