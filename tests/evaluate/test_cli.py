@@ -147,6 +147,23 @@ def longer_model(model_folder, tmp_path_factory):
     return folder
 
 
+def test_eval_niah_in_its_published_form(call, model_folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rouge_score")
+    status, out, err = call(
+        "eval", "niah", "--s_len", 120, "--e_len", 210, "--step", 40, "--depth-intervals", 3, "--placement", "stop",
+        "--score", "rouge", "--max-new-tokens", 2, "--model", model_folder, "--plot", "svg", "--out", tmp_path / "out",
+        "--json",
+    )  # fmt: skip
+    assert status == 0, err
+    lines = read_lines(tmp_path / "out" / RESULTS)
+    assert {(line["length"], line["depth"]) for line in lines} == {
+        (n, d) for n in (120, 160, 200) for d in (0, 50, 100)
+    }
+    assert all(line["references"][0].startswith("Remember this") for line in lines)
+    assert json.loads(out)["picture"].endswith("niah.svg") and (tmp_path / "out" / "niah.svg").stat().st_size > 1000
+
+
 def test_eval_ruler_end_to_end(call, longer_model, tmp_path):
     status, out, err = call(
         *RULER, "--tasks", "vt,fwe", "--tasks", "vt", "--lengths", "500,560", "--items", 1, "--eval-batch-size", 2,
@@ -225,6 +242,15 @@ def bad(name, message, *arguments):
         bad("zero items", "limit 0 leaves no items", *NIAH, "--limit", "0", "--model", "MODEL", "--out", "TMP/o3"),
         bad("batch zero", "batch size 0", *NIAH, "--eval-batch-size", "0", "--model", "MODEL", "--out", "TMP/o4"),
         bad("no haystack", "does not exist", *NIAH, "--haystack", "TMP/none", "--model", "MODEL", "--out", "TMP/o5"),
+        bad("two kinds of lengths", "exclude each other", *NIAH, "--s_len", "100", "--e_len", "200", "--step", "50"),
+        bad("half a range", "belong together", "eval", "niah", "--s_len", "100"),
+        bad("backwards", "no lengths from 200", "eval", "niah", "--s-len", "200", "--e-len", "100", "--step", "9"),
+        bad("no grid", "no linear grid of 1 depths", "eval", "niah", "--depth-intervals", "1"),
+        bad("spacing", "no cubic grid", "eval", "niah", "--depth-intervals", "3", "--depth-spacing", "cubic"),
+        bad("two kinds of depths", "exclude each other", *NIAH, "--depth-intervals", "3"),
+        bad("placement", "did you mean 'stop'?", *NIAH, "--placement", "stopp"),
+        bad("needle score", "unknown score 'f1'", *NIAH, "--score", "f1"),
+        bad("picture", "unknown picture format 'gif'", *NIAH, "--plot", "gif"),
         bad("unknown ruler task", "did you mean 'vt'?", *RULER, "--tasks", "vtt"),
         bad("ruler data", "qa_1 needs a local SQuAD-style JSON file", *RULER, "--tasks", "qa_1"),
         bad("ruler no file", "cannot be read", *RULER, "--qa-data", "TMP/none.json"),

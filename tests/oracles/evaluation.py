@@ -6,6 +6,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from kvfoundry.evaluate.tasks.needle_scores import rouge_one
+from kvfoundry.evaluate.tasks.placement import insertion_point, logistic_depth
 from kvfoundry.evaluate.tasks.ruler.counting import CodedSpec, CommonSpec, occurrences
 from kvfoundry.evaluate.tasks.ruler.filler import DEPTHS
 from kvfoundry.evaluate.tasks.ruler.niah import NeedleSpec
@@ -66,7 +70,34 @@ def _ruler_tasks(recorded: Recording) -> None:
         assert counts[:10] == row["first_ten"] and sum(counts) == row["total"], row
 
 
+def _needle_places(recorded: Recording) -> None:
+    stops = [word == "." for length in recorded["haystack_sentence_lengths"] for word in ["w"] * length + ["."]]
+    needle = len(recorded["needle"].split())
+    for row in recorded["insertions"]:
+        # The original keeps a buffer of the length; kvpress names its reserve among its defaults.
+        reserve = recorded["defaults"]["kvpress"]["reserve_tokens"]
+        for wanted, room, is_stop in (
+            (row["original"], row["context_length"] - recorded["buffer"] - needle, stops.__getitem__),
+            (row["kvpress"], row["kvpress"]["max_context_length"] - reserve - needle, None),
+        ):
+            kept = min(room, len(stops))
+            assert kept + needle == wanted["total_tokens"], row
+            assert insertion_point(kept, row["depth_percent"], is_stop) == wanted["needle_index"], row
+    # The original's logistic falls between the end points; the set of depths is the same.
+    ours = [logistic_depth(row["x"]) for row in recorded["sigmoid_depths"]]
+    assert sorted(ours) == sorted(row["value"] for row in recorded["sigmoid_depths"])
+
+
+def _needle_scores(recorded: Recording) -> None:
+    pytest.importorskip("rouge_score")
+    for row in recorded["rows"]:
+        ours = 10 * rouge_one(recorded["needle"], row["response"])
+        assert abs(ours - row["kvcache_factory_score"]) < 1e-6, row
+
+
 CHECKS: dict[Key, Callable[[Recording], None]] = {
+    ("metrics", "needle"): _needle_scores,
     ("metrics", "ruler"): _ruler_scores,
+    ("prompts", "needle"): _needle_places,
     ("prompts", "ruler"): _ruler_tasks,
 }

@@ -52,6 +52,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    several = len({row["task"] for row in rows}) > 1
+    if several:
+        table.add_column("task", overflow="fold")
     table.add_column("method", overflow="fold", min_width=24)
     for heading in ("items", "score", "exact", "stored\nMiB", "kept", "ms per\ntoken", "first\ntoken s"):
         table.add_column(heading, justify="right")
@@ -64,21 +67,21 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             )
         ]  # fmt: skip
         failed = f" (+{row['failed']} failed)" if row["failed"] else ""
-        table.add_row(Text(row["method"]), f"{row['items']}{failed}", *numbers)
+        task = [Text(row["task"])] if several else []
+        table.add_row(*task, Text(row["method"]), f"{row['items']}{failed}", *numbers)
     Console().print(table)
 
 
-def finish(outcome: "Outcome", as_json: bool, **more: Any) -> None:
+def finish(outcome: "Outcome", as_json: bool, picture: Path | None = None, **more: Any) -> None:
     """Print what came out, with `more` in the JSON form; leave with 1 when items failed."""
+    drawn = {"picture": str(picture)} if picture else {}
     if as_json:
-        typer.echo(
-            json.dumps(
-                {"rows": outcome.rows, "failed": outcome.failed, "report": str(outcome.report), **more}, indent=1
-            )
-        )
+        record = {"rows": outcome.rows, "failed": outcome.failed, "report": str(outcome.report), **drawn, **more}
+        typer.echo(json.dumps(record, indent=1))
     else:
         print_table(outcome.rows)
-        typer.echo(f"report: {outcome.report}")
+        for name, path in {"report": str(outcome.report), **drawn}.items():
+            typer.echo(f"{name}: {path}")
     if outcome.failed:
         typer.echo(
             f"{outcome.failed} items failed; see results.jsonl, and run again with --resume to retry them.", err=True

@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,16 @@ from kvfoundry.cli.evaluation.output import finish, progress_bar
 from kvfoundry.cli.options import Interrupted, load_model, parse_budgets
 
 if TYPE_CHECKING:
+    from kvfoundry.evaluate.results import Line
     from kvfoundry.evaluate.tasks.base import Task
 
 
-def run_tasks(tasks: "Sequence[Task]", options: EvalOptions) -> None:
+def run_tasks(
+    tasks: "Sequence[Task]", options: EvalOptions, draw: "Callable[[Sequence[Line]], Path | None] | None" = None
+) -> None:
     """Ask every item of the tasks under every method, print the table and leave the results folder.
+
+    draw: makes a picture of the lines of the results and returns its path.
 
     Raises:
         KVFoundryError: whatever can be known before the first prompt; the cheapest to know comes first.
@@ -23,7 +28,7 @@ def run_tasks(tasks: "Sequence[Task]", options: EvalOptions) -> None:
     """
     budgets = parse_budgets(options.budget)
     from kvfoundry.evaluate.arms import expand_arms
-    from kvfoundry.evaluate.results import check_folder
+    from kvfoundry.evaluate.results import RESULTS, check_folder, read_lines
     from kvfoundry.evaluate.runner import evaluate
 
     arms = expand_arms(options.method or ["fullkv"], budgets)
@@ -50,7 +55,7 @@ def run_tasks(tasks: "Sequence[Task]", options: EvalOptions) -> None:
     except KeyboardInterrupt as error:
         hint = _resume_hint(options.out)
         raise Interrupted(f"interrupted; finished items are kept. Go on with: {hint}") from error
-    finish(outcome, options.as_json)
+    finish(outcome, options.as_json, picture=draw(read_lines(options.out / RESULTS)) if draw else None)
 
 
 def _resume_hint(out: Path) -> str:
