@@ -12,11 +12,13 @@ from kvfoundry.cli.options import Interrupted, load_model, parse_budgets
 
 if TYPE_CHECKING:
     from kvfoundry.evaluate.results import Line
-    from kvfoundry.evaluate.tasks.base import Task
+    from kvfoundry.evaluate.tasks.base import MeasuredTask, Task
 
 
 def run_tasks(
-    tasks: "Sequence[Task]", options: EvalOptions, draw: "Callable[[Sequence[Line]], Path | None] | None" = None
+    tasks: "Sequence[Task | MeasuredTask]",
+    options: EvalOptions,
+    draw: "Callable[[Sequence[Line]], Path | None] | None" = None,
 ) -> None:
     """Ask every item of the tasks under every method, print the table and leave the results folder.
 

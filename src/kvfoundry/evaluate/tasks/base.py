@@ -1,8 +1,8 @@
 """What a task is: a list of items, each a prompt with its references, and a score for a prediction."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvfoundry.errors import KVFoundryError
 
@@ -36,8 +36,8 @@ class Item:
     cell: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
-class Task(Protocol):
-    """A task is data plus one pure metric; `settings` is everything that decides its items."""
+class Questions(Protocol):
+    """The data of a task; `settings` is everything that decides its items."""
 
     @property
     def name(self) -> str: ...
@@ -50,6 +50,21 @@ class Task(Protocol):
         """The items; lengths are in tokens of `tokenizer`, the chat template included when `chat`."""
         ...
 
+
+class Task(Questions, Protocol):
+    """A task whose items are asked: data plus one pure metric."""
+
     def score(self, item: Item, prediction: str) -> tuple[float, bool]:
         """Graded score in [0, 1] and exact match."""
+        ...
+
+
+@runtime_checkable
+class MeasuredTask(Questions, Protocol):
+    """A task that measures a method on its items itself, where an answer would say too little."""
+
+    def measure(
+        self, model: Any, tokenizer: Any, method: Any, items: Sequence[Item], prefill_chunk: int | None
+    ) -> list[dict[str, Any]]:
+        """For each item the fields of its result line that are found by measuring, the score among them."""
         ...
