@@ -54,9 +54,8 @@ def test_a_batch_equals_its_rows(model, tokenizer, text):
     mask[1, :20] = 0
     together = force(model, tokenizer, ids, mask, 30, SNAPKV).logits
     for row, alone in enumerate((text, short)):
-        torch.testing.assert_close(
-            together[row], forced(model, tokenizer, alone, 30, SNAPKV).logits[0], rtol=0, atol=1e-5
-        )
+        by_itself = forced(model, tokenizer, alone, 30, SNAPKV).logits[0]
+        torch.testing.assert_close(together[row], by_itself, rtol=0, atol=1e-5)
 
 
 def test_by_hand():
@@ -112,9 +111,8 @@ def test_generated_text_has_the_length_and_the_seed(tokenizer):
     task = FidelityTask(prefix=300, rest=100, count=2)
     items = task.items(tokenizer, True, 0)
     assert all(398 <= len(encode_item(tokenizer, item, True)) <= 400 for item in items)
-    assert items[0].prompt != items[1].prompt and items == task.items(tokenizer, True, 0) != task.items(
-        tokenizer, True, 1
-    )
+    assert items == task.items(tokenizer, True, 0)
+    assert len({item.prompt for seed in (0, 1) for item in task.items(tokenizer, True, seed)}) == 4
 
 
 @pytest.mark.parametrize("wrong", [{"count": 0}, {"prefix": 0}, {"rest": 1}, {"piece": 0}])
