@@ -101,9 +101,9 @@ KINDS = {
     ),
     "digits": NeedleKind(
         summary="seven digits",
-        sentence="One of the special magic numbers for {key} is: {answer}.",
-        question="What is the special magic number for {key} mentioned in the text?",
-        question_many="What are all {count} special magic numbers for {key} mentioned in the text?",
+        sentence="Remember this: the number filed under {key} is {answer}.",
+        question="What is the number filed under {key}?",
+        question_many="What are the {count} numbers filed under {key}?",
         answers=None,
     ),
 }  # fmt: skip
