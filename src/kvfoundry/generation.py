@@ -23,8 +23,9 @@ class Generation:
     """One answer and its cost.
 
     stored_bytes, peak_bytes: the cache's bytes after the prompt and at their largest, and full_bytes those of a full
-    16- or 32-bit cache of the same prompt, each divided by the rows of the batch. kept_rows: rows per KV head and
-    full-attention layer after the prompt; kept_share: the same over the prompt's tokens. Times are of the whole batch:
+    16- or 32-bit cache of the same prompt, each divided by the rows of the batch; parked_bytes: what a parking method
+    holds in host memory besides stored_bytes. kept_rows: rows per KV head and full-attention layer after the prompt;
+    kept_share: the same over the prompt's tokens. Times are of the whole batch:
     ttft_seconds until the first token (and the second pass of a method that has one), ms_per_token per decode step
     after it (0 when there was none).
     """
@@ -42,6 +43,7 @@ class Generation:
     ms_per_token: float
     seconds: float
     notes: list[str]
+    parked_bytes: int = 0
 
 
 def generate(
@@ -209,7 +211,7 @@ class _Clock(StoppingCriteria):
     def __init__(self, cache: KVCache, device: torch.device):
         self.cache, self.device = cache, device
         self.times: list[float] = []
-        self.stored = self.peak = 0
+        self.stored = self.peak = self.parked = 0
         self.kept_rows = self.kept_share = 0.0
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
@@ -217,6 +219,7 @@ class _Clock(StoppingCriteria):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.stored, self.peak = self.cache.nbytes, self.cache.peak_nbytes
+            self.parked = self.cache.parked_nbytes
             self.kept_rows, self.kept_share = self.cache.kept_rows, self.cache.kept_share
         self.times.append(time.perf_counter())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
@@ -258,12 +261,12 @@ def _generate_batch(
     started = time.perf_counter()
     cache = KVCache(model, method) if cache is None else cache
     past = cache.seen_tokens
+    if cache.awaits_prompt and (prefill_chunk is not None or hold_back):
+        cache.expect_prompt(ids.shape[1] - hold_back)
     if past:
         # transformers cuts the ids of the whole text down to what the cache has not seen; the cut part is never read.
         ids = torch.cat([ids.new_zeros(ids.shape[0], past), ids], dim=1)
         mask = torch.cat([mask.new_ones(mask.shape[0], past), mask], dim=1)
-    elif prefill_chunk is not None or hold_back:
-        cache.expect_prompt(ids.shape[1] - hold_back)
     if hold_back:
         read = ids.shape[1] - hold_back
         _feed(model, ids, mask, cache, prefill_chunk or read, read)
@@ -313,6 +316,7 @@ def _generate_batch(
                 ms_per_token=ms_per_token,
                 seconds=finished - started,
                 notes=cache.notes,
+                parked_bytes=clock.parked // sequences.shape[0],
             )
         )
     return results

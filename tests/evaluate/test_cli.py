@@ -91,6 +91,13 @@ def test_run_prints_the_answer_and_the_cost(call, model_folder):
     assert status == 0 and out.strip() and "3 + 3 tokens, cache" in err
 
 
+def test_run_says_what_is_parked_on_the_host(call, model_folder):
+    arguments = ("run", "the roof began to leak", "--model", model_folder, "--max-new-tokens", 2, "--no-chat")
+    status, _, err = call(*arguments, "--method", "snapkv(budget=3, window=2)+park()")
+    assert status == 0 and "MiB parked on the host" in err and "recall() brings them back" in err
+    assert "parked" not in call(*arguments, "--method", "snapkv(budget=3, window=2)")[2]
+
+
 def test_run_crosses_methods_and_budgets_over_a_file(call, model_folder, tmp_path):
     (tmp_path / "prompts.txt").write_text("the river rose\n\nthe roof began to leak\n")
     status, out, _ = call(

@@ -27,6 +27,7 @@ class Forced:
     logits: Tensor
     stored_bytes: int
     peak_bytes: int
+    parked_bytes: int
     kept_rows: float
     kept_share: float
     prefix_seconds: float
@@ -63,7 +64,7 @@ def force(
     read_prompt(model, tokenizer, cache, ids[:, :prefix], mask[:, :prefix], prefill_chunk)
     _wait(ids)
     prefix_seconds = time.perf_counter() - began
-    cost = (cache.nbytes, cache.peak_nbytes, cache.kept_rows, cache.kept_share)
+    cost = (cache.nbytes, cache.peak_nbytes, cache.parked_nbytes, cache.kept_rows, cache.kept_share)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     parts = []
     for start in range(prefix, ids.shape[1], piece):

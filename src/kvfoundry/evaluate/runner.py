@@ -30,8 +30,8 @@ from kvfoundry.generation import check_length
 
 # Fields of a Generation that a result line takes over as they are.
 _MEASURED = (
-    "prompt_tokens", "new_tokens", "stored_bytes", "peak_bytes", "full_bytes", "kept_rows", "kept_share",
-    "ttft_seconds", "ms_per_token", "seconds",
+    "prompt_tokens", "new_tokens", "stored_bytes", "peak_bytes", "full_bytes", "parked_bytes", "kept_rows",
+    "kept_share", "ttft_seconds", "ms_per_token", "seconds",
 )  # fmt: skip
 
 

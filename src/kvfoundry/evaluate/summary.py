@@ -6,7 +6,17 @@ from typing import Any
 
 from kvfoundry.evaluate.results import Line
 
-_MEANS = ("score", "exact", "stored_bytes", "peak_bytes", "full_bytes", "kept_rows", "kept_share", "prompt_tokens")
+_MEANS = (
+    "score",
+    "exact",
+    "stored_bytes",
+    "peak_bytes",
+    "full_bytes",
+    "parked_bytes",
+    "kept_rows",
+    "kept_share",
+    "prompt_tokens",
+)
 # Means of fields that only some tasks write.
 _OF_SOME_TASKS = ("kl", "nll", "full_nll")
 # The first item of an arm pays for warm-up: the median does not see it, a mean would.
