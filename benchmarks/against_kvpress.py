@@ -158,8 +158,8 @@ REASONS = {
     "chunkkv over snapkv": "kvpress keeps whole chunks only and stays below its budget; ours fills it with the best "
     "part of the next chunk.",
     "adakv over snapkv": "kvpress masks rows and frees none: it stores the whole text. Ours stores the rows named.",
-    "kvzip": "kvpress masks here too, and scores neither the chat template's first tokens nor the text under the same "
-    "instructions as ours (the wording of the repetition is our own).",
+    "kvzip": "kvpress masks here too, and leaves the chat template's first tokens without a score, so that but the "
+    "sinks of them go; ours scores them as part of the context.",
 }
 
 
