@@ -2,7 +2,7 @@
 
 The wordings are chosen by measurement, not by taste: `benchmarks/needle_wordings.py` asks the embedded model with the
 full cache at 2,048 tokens and keeps what it found in `benchmarks/results/needle_wordings.json`. Answered whole, of 20
-each: word 20, phrase 18, digits 19.
+each: word 20, phrase 18, digits 20.
 """
 
 import random
