@@ -53,6 +53,8 @@ def in_process(*arguments, prelude=""):
         ["eval", "--help"],
         *(["eval", task, "--help"] for task in TASKS),
         ["run", "--help"],
+        ["report", "--help"],
+        ["pick", "--help"],
         ["--version"],
         [],
     ],

@@ -41,7 +41,9 @@ def test_the_full_cache_says_what_the_model_says(model, tokenizer, text, piece):
 
 def test_the_method_acts_on_the_prefix_alone(model, tokenizer, text):
     found = forced(model, tokenizer, text, 30, SNAPKV)
-    assert found.kept_rows == 24 and found.stored_bytes < forced(model, tokenizer, text, 30).stored_bytes
+    full = forced(model, tokenizer, text, 30)
+    assert [row.rows for row in found.kept] == [24] and found.stored_bytes < full.stored_bytes
+    assert full.profiles == [None] and len(found.profiles[0]) == 90 and found.profiles[0].endswith("9" * 30)
     other = text.clone()
     other[0, -1] = 7  # the last token forced moves nothing before it
     assert torch.equal(forced(model, tokenizer, other, 30, SNAPKV).logits[:, :-1], found.logits[:, :-1])
