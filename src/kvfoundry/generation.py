@@ -56,6 +56,7 @@ def generate(
     max_new_tokens: int = 64,
     *,
     chat: bool = False,
+    answer_prefix: str | list[str] = "",
     batch_size: int | None = None,
     prefill_chunk: int | None = None,
     hold_back: int = 0,
@@ -69,17 +70,22 @@ def generate(
     """Answer one prompt or many under a method; the same text as `model.generate` with the same cache.
 
     prompts: a string, or a list answered in batches of `batch_size` (all at once by default), left-padded. chat: wrap
-    each prompt as a user turn of the tokenizer's chat template. prefill_chunk: feed the prompt in pieces of so many
-    tokens; methods evict after each piece, so the peak stays below the full cache. hold_back: the method acts before it
-    sees the last so many tokens of a prompt (its question, say), which then add their own rows. cache: continue on this
-    cache (a fork() of a document's cache, say); prompts are then the text that follows. streamer, generation_config,
-    seed and further keywords (do_sample, num_beams, stop_strings, ...) are transformers'.
+    each prompt as a user turn of the tokenizer's chat template. answer_prefix: how the answer begins, for all prompts
+    or one for each; the model goes on from there, and what is returned does not repeat it. prefill_chunk: feed the
+    prompt in pieces of so many tokens; methods evict after each piece, so the peak stays below the full cache.
+    hold_back: the method acts before it sees the last so many tokens of a prompt (its question, say), which then add
+    their own rows. cache: continue on this cache (a fork() of a document's cache, say); prompts are then the text that
+    follows. streamer, generation_config, seed and further keywords (do_sample, num_beams, stop_strings, ...) are
+    transformers'.
     Returns a string or a list of strings in the order of the prompts; with details=True `Generation` objects.
     Raises DataError for an empty prompt or one that does not fit the model.
     """
     method = cache.method if cache is not None else Method.parse("fullkv" if method is None else method)
     single = isinstance(prompts, str)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    prefixes = [answer_prefix] * len(texts) if isinstance(answer_prefix, str) else list(answer_prefix)
+    if len(prefixes) != len(texts):
+        raise DataError(f"{len(prefixes)} answer prefixes for {len(texts)} prompts; give one, or one for each prompt.")
     if seed is not None:
         set_seed(seed)
     if cache is not None and len(texts) != 1:
@@ -93,7 +99,10 @@ def generate(
     results: list[Generation] = []
     size = batch_size or max(1, len(texts))
     for start in range(0, len(texts), size):
-        ids, mask = encode(tokenizer, texts[start : start + size], chat=chat, continued=cache is not None)
+        batch = slice(start, start + size)
+        ids, mask = encode(
+            tokenizer, texts[batch], chat=chat, continued=cache is not None, answer_prefixes=prefixes[batch]
+        )
         if not (method.slot_positions and prefill_chunk is not None):  # such a stream has no end
             longest = int(mask.sum(dim=1).max()) + (cache.seen_tokens if cache is not None else 0)
             check_length(model, longest, max_new_tokens, "the longest prompt")
@@ -125,25 +134,43 @@ def prefill(
     cache = KVCache(model, method)
     if not cache.method.slot_positions:
         check_length(model, ids.shape[1], 0, "the document")
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    read_prompt(model, tokenizer, cache, ids.to(model.device), mask.to(model.device), prefill_chunk)
+    return cache
+
+
+def read_prompt(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: KVCache,
+    ids: Tensor,
+    mask: Tensor,
+    prefill_chunk: int | None = None,
+) -> None:
+    """Read a whole left-padded prompt [batch, tokens] into a fresh cache; its method has acted when this returns."""
     cache.expect_prompt(ids.shape[1])
     _feed(model, ids, mask, cache, prefill_chunk or ids.shape[1], ids.shape[1])
     if cache.method.reconstructs is not None:
         compress_by_reconstruction(model, tokenizer, cache, ids, mask)
-    return cache
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, chat: bool, continued: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    *,
+    chat: bool,
+    continued: bool = False,
+    answer_prefixes: list[str] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Token ids and mask of a batch, left-padded: [batch, tokens] each. Raises DataError for an empty prompt.
 
-    continued: the text follows a cached document, so no special token goes in front.
+    continued: the text follows a cached document, so no special token goes in front. answer_prefixes: the beginning of
+    each answer, behind the text and the chat template's generation prompt.
     """
     for i, text in enumerate(texts):
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"prompt {i} is empty; give some text.")
-    rows = [_encode_one(tokenizer, text, chat, continued) for text in texts]
+    prefixes = answer_prefixes or [""] * len(texts)
+    rows = [_encode_one(tokenizer, text, prefix, chat, continued) for text, prefix in zip(texts, prefixes, strict=True)]
     for i, row in enumerate(rows):
         if not row:
             raise DataError(f"prompt {i} has no tokens; give some text.")
@@ -154,14 +181,19 @@ def encode(
     return ids, mask
 
 
-def _encode_one(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, continued: bool) -> list[int]:
-    if not chat:
-        return list(tokenizer(text, add_special_tokens=not continued)["input_ids"])
-    if not tokenizer.chat_template:
-        raise DataError("chat=True, but the tokenizer has no chat template; use chat=False.")
-    turn = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+def _encode_one(
+    tokenizer: PreTrainedTokenizerBase, text: str, answer_prefix: str, chat: bool, continued: bool
+) -> list[int]:
+    if chat:
+        if not tokenizer.chat_template:
+            raise DataError("chat=True, but the tokenizer has no chat template; use chat=False.")
+        turn = [{"role": "user", "content": text}]
+        text = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
+    if answer_prefix:
+        # A template that ends in white space has said already that the answer begins here.
+        text += answer_prefix.lstrip() if text[-1:].isspace() else answer_prefix
+    # What is too long is refused by check_length, not warned of.
+    return list(tokenizer(text, add_special_tokens=not chat and not continued, verbose=False)["input_ids"])
 
 
 def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int, what: str) -> None:

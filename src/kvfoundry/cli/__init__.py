@@ -12,7 +12,7 @@ import kvfoundry
 from kvfoundry.analysis.command import analyze_app
 from kvfoundry.cli.calibrate import calibrate
 from kvfoundry.cli.demo import demo
-from kvfoundry.cli.evaluate import eval_app
+from kvfoundry.cli.evaluation import eval_app
 from kvfoundry.cli.methods import methods
 from kvfoundry.cli.options import Interrupted
 from kvfoundry.cli.pick import pick

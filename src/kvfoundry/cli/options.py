@@ -34,6 +34,13 @@ PrefillOption = Annotated[
     int | None,
     typer.Option("--prefill-chunk", min=1, help="Read the prompt in pieces of so many tokens, evicting after each."),
 ]
+DataOption = Annotated[Path | None, typer.Option("--data", help="File or folder with the task's data.")]
+HaystackOption = Annotated[
+    Path | None, typer.Option("--haystack", help="Folder of .txt or .md files. (default: generated prose)")
+]
+SkipDamagedOption = Annotated[
+    bool, typer.Option("--skip-damaged", help="Leave damaged records of the data out instead of stopping.")
+]
 
 
 class Interrupted(Exception):

@@ -63,7 +63,7 @@ def _write(path: Path, text: str) -> None:
 def _board(
     run: "Run", html: Path | None, csv: Path | None, md: Path | None, names: list[str], sort: str | None, as_json: bool
 ) -> None:
-    from kvfoundry.cli.evaluate import print_table
+    from kvfoundry.cli.evaluation.output import print_table
     from kvfoundry.evaluate.board import board_csv, board_markdown, board_of, columns_of, pick_columns, sort_rows
     from kvfoundry.evaluate.guards import flags_of
     from kvfoundry.evaluate.report import render_report

@@ -24,12 +24,12 @@ from kvfoundry.evaluate.arms import expand_arms
 from kvfoundry.evaluate.board import board_of
 from kvfoundry.evaluate.excerpts import excerpt
 from kvfoundry.evaluate.guards import Flag, flags_of
-from kvfoundry.evaluate.prompts import encode_prompt, hash_ids, question_tokens, resolve_chat
+from kvfoundry.evaluate.prompts import encode_item, hash_ids, hidden_tokens, item_chat, resolve_chat
 from kvfoundry.evaluate.report import render_report
 from kvfoundry.evaluate.results import FORMAT, META, SUMMARY, Line, ResultsFolder
 from kvfoundry.evaluate.runs import read_run
 from kvfoundry.evaluate.summary import group_by, shared_prompts, summarise
-from kvfoundry.evaluate.tasks.base import Item, Task, TaskError
+from kvfoundry.evaluate.tasks.base import Item, MeasuredTask, Task, TaskError
 from kvfoundry.generation import check_length
 
 # Fields of a Generation that a result line takes over as they are.
@@ -65,8 +65,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Question:
-    task: Task
+    task: Task | MeasuredTask
     item: Item
+    chat: bool
+    hidden: int
     prompt_tokens: int
     prompt_hash: str
     excerpt: Mapping[str, Any]
@@ -157,12 +159,18 @@ def _arms_record(lines: Sequence[Line], dtype: str, setting: Mapping[str, Any]) 
 
 
 def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], options: Mapping[str, Any]) -> list[Line]:
+    task = batch[0].task
+    if isinstance(task, MeasuredTask):
+        return task.measure(model, tokenizer, method, [question.item for question in batch], options["prefill_chunk"])
     generations = kvfoundry.generate(
         model,
         tokenizer,
         [question.item.prompt for question in batch],
         method=method,
+        chat=batch[0].chat,
+        answer_prefix=[question.item.answer_prefix for question in batch],
         max_new_tokens=batch[0].item.max_new_tokens,
+        hold_back=batch[0].hidden,
         batch_size=len(batch),
         details=True,
         do_sample=False,
@@ -174,7 +182,7 @@ def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], op
             raise AssertionError(
                 f"the model saw {generation.prompt_tokens} prompt tokens, {question.prompt_tokens} were meant"
             )
-        score, exact = question.task.score(question.item, generation.text)
+        score, exact = task.score(question.item, generation.text)
         measured = {name: getattr(generation, name) for name in _MEASURED}
         lines.append(
             {"prediction": generation.text, "score": score, "exact": exact, **measured, "notes": list(generation.notes)}
@@ -200,15 +208,23 @@ def _answers(
 
 
 def _questions(
-    model: Any, tokenizer: Any, tasks: Sequence[Task], chat: bool, seed: int, limit: int | None
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[Task | MeasuredTask],
+    chat: bool,
+    seed: int,
+    limit: int | None,
+    hide_question: bool,
 ) -> list[_Question]:
     """Every item of every task with its token ids counted and hashed; refused when one does not fit the model."""
     questions = []
     for task in tasks:
         for item in spread(task.items(tokenizer, chat, seed), limit):
-            ids = encode_prompt(tokenizer, item.prompt, chat)
+            ids = encode_item(tokenizer, item, chat)
             check_length(model, len(ids), item.max_new_tokens, f"prompt {item.item} of {task.name}")
-            questions.append(_Question(task, item, len(ids), hash_ids(ids), excerpt(tokenizer, ids)))
+            hidden = hidden_tokens(tokenizer, item, chat) if hide_question else 0
+            ends = excerpt(tokenizer, ids)
+            questions.append(_Question(task, item, item_chat(item, chat), hidden, len(ids), hash_ids(ids), ends))
     if not questions:
         raise TaskError("the tasks hold no items.")
     for key, count in Counter(question.key for question in questions).items():
@@ -218,15 +234,17 @@ def _questions(
 
 
 def _batches(questions: Sequence[_Question], batch_size: int) -> Iterator[Sequence[_Question]]:
-    """Batches of one task and one longest answer each, so that an answer is as long as it would be alone.
+    """Batches of one task, one use of the chat template, one number of hidden tokens and one longest answer each.
 
+    So a method sees of a prompt what it would see of it alone, and an answer is as long as it would be alone.
     Prompts of like length share a batch: padding takes memory that would be counted as theirs. The batches depend on
     the questions alone and not on which of them are answered already, so that a resumed run measures what an
     undisturbed one does.
     """
-    groups: dict[tuple[int, int], list[_Question]] = {}
+    groups: dict[tuple[int, ...], list[_Question]] = {}
     for question in questions:
-        groups.setdefault((id(question.task), question.item.max_new_tokens), []).append(question)
+        alike_in = (id(question.task), question.chat, question.hidden, question.item.max_new_tokens)
+        groups.setdefault(alike_in, []).append(question)
     for alike in groups.values():
         if batch_size > 1:
             alike.sort(key=lambda question: question.prompt_tokens)
@@ -237,7 +255,7 @@ def _batches(questions: Sequence[_Question], batch_size: int) -> Iterator[Sequen
 def evaluate(
     model: Any,
     tokenizer: Any,
-    tasks: Sequence[Task],
+    tasks: Sequence[Task | MeasuredTask],
     methods: Sequence[str | Any],
     *,
     out: Path,
@@ -277,7 +295,7 @@ def evaluate(
     for arm in arms:
         kvfoundry.KVCache(model, arm)  # refuses a method that this model cannot serve before any prompt runs
     chat = resolve_chat(tokenizer, chat)
-    questions = _questions(model, tokenizer, tasks, chat, seed, limit)
+    questions = _questions(model, tokenizer, tasks, chat, seed, limit, hide_question)
     settings = {
         **(arguments or {}),
         "tasks": [{"task": task.name, **task.settings()} for task in tasks],
@@ -289,17 +307,11 @@ def evaluate(
         "prefill_chunk": prefill_chunk,
         "hide_question": hide_question,
     }
-    # One number for all items: what a method sees must not depend on which prompts share a batch.
-    hold_back = 0
-    if hide_question:
-        hold_back = max(
-            question_tokens(tokenizer, question.item.prompt, question.item.question, chat) for question in questions
-        )
-    options = {"chat": chat, "prefill_chunk": prefill_chunk, "hold_back": hold_back, "seed": seed}
+    options = {"prefill_chunk": prefill_chunk, "seed": seed}
     shared = {
         "backend": backend_of(model),
         "prefill_chunk": prefill_chunk,
-        "hold_back": hold_back,
+        "hide_question": hide_question,
         "batch_size": batch_size,
         "chat": chat,
     }

@@ -10,6 +10,8 @@ _MEANS = (
     "score", "exact", "stored_bytes", "stored_share", "peak_bytes", "full_bytes", "parked_bytes", "kept_rows",
     "kept_share", "prompt_tokens",
 )  # fmt: skip
+# Means of fields that only some tasks write.
+_OF_SOME_TASKS = ("kl", "nll", "full_nll")
 # The first item of an arm pays for warm-up: the median does not see it, a mean would.
 _MEDIANS = ("ttft_seconds", "ms_per_token")
 
@@ -41,6 +43,7 @@ def summarise(lines: Iterable[Line]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"task": task, "method": method, "items": len(done), "failed": len(group) - len(done)}
         row |= {name: _over(done, name, fmean) for name in _MEANS}
         row |= {name: _over(done, name, median) for name in _MEDIANS}
+        row |= {name: mean for name in _OF_SOME_TASKS if (mean := _over(done, name, fmean)) is not None}
         row["seconds"] = sum(line["seconds"] for line in done if line.get("seconds") is not None)
         row["notes"] = list(dict.fromkeys(note for line in done for note in line.get("notes", ())))
         rows.append(row)
