@@ -21,11 +21,11 @@ import torch
 import kvfoundry
 from kvfoundry.attention import backend_of
 from kvfoundry.evaluate.arms import expand_arms
-from kvfoundry.evaluate.prompts import encode_item, hash_ids, hidden_tokens, item_chat, resolve_chat
+from kvfoundry.evaluate.prompts import encode_item, hash_ids, hidden_tokens, item_chat, line_stops, resolve_chat
 from kvfoundry.evaluate.report import render_report
 from kvfoundry.evaluate.results import META, SUMMARY, Line, ResultsFolder
 from kvfoundry.evaluate.summary import group_by, shared_prompts, summarise
-from kvfoundry.evaluate.tasks.base import Item, Task, TaskError
+from kvfoundry.evaluate.tasks.base import Item, Measuring, Task, TaskError
 from kvfoundry.generation import check_length
 
 # Fields of a Generation that a result line takes over as they are.
@@ -134,6 +134,7 @@ def _arms_record(model: Any, lines: Sequence[Line], setting: Mapping[str, Any]) 
 
 
 def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], options: Mapping[str, Any]) -> list[Line]:
+    stops = line_stops(model, tokenizer) if batch[0].item.line_ends else {}
     generations = kvfoundry.generate(
         model,
         tokenizer,
@@ -145,6 +146,7 @@ def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], op
         batch_size=len(batch),
         details=True,
         do_sample=False,
+        **stops,
         **options,
     )
     lines = []
@@ -155,9 +157,10 @@ def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], op
             )
         score, exact = question.task.score(question.item, generation.text)
         measured = {name: getattr(generation, name) for name in _MEASURED}
-        lines.append(
-            {"prediction": generation.text, "score": score, "exact": exact, **measured, "notes": list(generation.notes)}
-        )
+        if isinstance(question.task, Measuring):
+            measured |= question.task.measures(question.item, generation.text)
+        notes = [*question.item.notes, *generation.notes]
+        lines.append({"prediction": generation.text, "score": score, "exact": exact, **measured, "notes": notes})
     return lines
 
 
@@ -194,8 +197,10 @@ def _questions(
 
 
 def _batches(waiting: Sequence[_Question], batch_size: int) -> Iterator[Sequence[_Question]]:
-    """Batches of one task each, and of prompts that are all in the chat template or all not."""
-    for _, group in itertools.groupby(waiting, key=lambda question: (id(question.task), question.chat)):
+    """Batches of one task each, of prompts that are all in the chat template or all not and end in the same way."""
+    for _, group in itertools.groupby(
+        waiting, key=lambda question: (id(question.task), question.chat, question.item.line_ends)
+    ):
         questions = list(group)
         for start in range(0, len(questions), batch_size):
             yield questions[start : start + batch_size]

@@ -7,6 +7,8 @@ from typing import Any
 from kvfoundry.evaluate.results import Line
 
 _MEANS = ("score", "exact", "stored_bytes", "peak_bytes", "full_bytes", "kept_rows", "kept_share", "prompt_tokens")
+# Fields that only some tasks have.
+_MEASURES = ("f1", "exact_match", "rouge_l")
 # The first item of an arm pays for warm-up: the median does not see it, a mean would.
 _MEDIANS = ("ttft_seconds", "ms_per_token")
 
@@ -32,6 +34,10 @@ def summarise(lines: Iterable[Line]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"task": task, "method": method, "items": len(done), "failed": len(group) - len(done)}
         row |= {name: _over(done, name, fmean) for name in _MEANS}
         row |= {name: _over(done, name, median) for name in _MEDIANS}
+        row |= {name: _over(done, name, fmean) for name in _MEASURES if any(name in line for line in done)}
+        if any("bucket" in line for line in done):
+            buckets = group_by(sorted(done, key=lambda line: line["length"]), "bucket")
+            row["buckets"] = {name: _over(part, "score", fmean) for (name,), part in buckets.items()}
         row["seconds"] = sum(line["seconds"] for line in done if line.get("seconds") is not None)
         row["notes"] = list(dict.fromkeys(note for line in done for note in line.get("notes", ())))
         rows.append(row)

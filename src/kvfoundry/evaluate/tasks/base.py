@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvfoundry.errors import KVFoundryError
 
@@ -23,6 +23,8 @@ class Item:
         answer_prefix: how the answer begins, put after the chat template's generation prompt for the model to go on;
             part of the prompt's tokens and, like the question, nothing that a method sees of a text alone.
         chat: whether the prompt goes into the chat template; None leaves it to the run.
+        line_ends: a line break ends the answer.
+        notes: what a reader of the score has to know, such as that it compares with no published one.
         cell: where the item stands in the task's grid, such as {"length": 2048, "depth": 50.0}; goes into the results.
     """
 
@@ -33,6 +35,8 @@ class Item:
     question: str = ""
     answer_prefix: str = ""
     chat: bool | None = None
+    line_ends: bool = False
+    notes: tuple[str, ...] = ()
     cell: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
@@ -52,4 +56,13 @@ class Task(Protocol):
 
     def score(self, item: Item, prediction: str) -> tuple[float, bool]:
         """Graded score in [0, 1] and exact match."""
+        ...
+
+
+@runtime_checkable
+class Measuring(Protocol):
+    """What a task has that counts more of a prediction than its score."""
+
+    def measures(self, item: Item, prediction: str) -> dict[str, float]:
+        """Further fields of the result line, each in [0, 1]; the summary has their means."""
         ...
