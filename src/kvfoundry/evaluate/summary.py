@@ -5,6 +5,7 @@ from statistics import fmean, median
 from typing import Any
 
 from kvfoundry.evaluate.results import Line
+from kvfoundry.evaluate.scores.longbench import by_length, published_form
 
 _MEANS = ("score", "exact", "stored_bytes", "peak_bytes", "full_bytes", "kept_rows", "kept_share", "prompt_tokens")
 # Fields that only some tasks have.
@@ -27,7 +28,10 @@ def group_by(lines: Iterable[Line], *names: str) -> dict[tuple[Any, ...], list[L
 
 
 def summarise(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """One row per (task, method). Scores are means over the items that ran; failed ones are counted, not averaged."""
+    """One row per (task, method). Scores are means over the items that ran; failed ones are counted, not averaged.
+
+    A row of LongBench also has its score in percent as tables print it, whole and by length.
+    """
     rows = []
     for (task, method), group in group_by(lines, "task", "method").items():
         done = [line for line in group if not line.get("error")]
@@ -36,8 +40,11 @@ def summarise(lines: Iterable[Line]) -> list[dict[str, Any]]:
         row |= {name: _over(done, name, median) for name in _MEDIANS}
         row |= {name: _over(done, name, fmean) for name in _MEASURES if any(name in line for line in done)}
         if any("bucket" in line for line in done):
-            buckets = group_by(sorted(done, key=lambda line: line["length"]), "bucket")
-            row["buckets"] = {name: _over(part, "score", fmean) for (name,), part in buckets.items()}
+            scores = [line["score"] for line in done]
+            row["published_form"] = {
+                "score": published_form(scores),
+                **by_length(scores, [line["length"] for line in done]),
+            }
         row["seconds"] = sum(line["seconds"] for line in done if line.get("seconds") is not None)
         row["notes"] = list(dict.fromkeys(note for line in done for note in line.get("notes", ())))
         rows.append(row)

@@ -4,10 +4,11 @@ import typer
 
 from kvfoundry.cli.evaluation.longbench import longbench
 from kvfoundry.cli.evaluation.niah import niah
+from kvfoundry.cli.evaluation.ragqa import ragqa
 from kvfoundry.cli.evaluation.ruler import ruler
 
 eval_app = typer.Typer(help="Measure methods on a task: score, bytes and time on one board.", no_args_is_help=True)
 
 
-for _task in (niah, ruler, longbench):
+for _task in (niah, ruler, longbench, ragqa):
     eval_app.command()(_task)

@@ -63,4 +63,4 @@ def longbench(
         tasks.append(LongBenchTask(data_set, data, wording, e=e, max_length=max_length))
     for note in dict.fromkeys(wording.note(data_set) for data_set in chosen):
         typer.echo(f"note: {note}", err=True)
-    run_tasks(lambda model: [replace(task, positions=position_limit(model)) for task in tasks], options)
+    run_tasks(lambda model, _: [replace(task, positions=position_limit(model)) for task in tasks], options)

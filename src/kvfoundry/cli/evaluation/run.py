@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def run_tasks(
-    tasks: "Sequence[Task] | Callable[[Any], Sequence[Task]]",
+    tasks: "Sequence[Task] | Callable[[Any, Any], Sequence[Task]]",
     options: EvalOptions,
     draw: "Callable[[Sequence[Line]], Path | None] | None" = None,
 ) -> None:
     """Ask every item of the tasks under every method, print the table and leave the results folder.
 
-    tasks: the tasks, or what makes them for the loaded model. draw: makes a picture of the lines of the results and
-    returns its path.
+    tasks: the tasks, or what makes them for the loaded model and its tokenizer. draw: makes a picture of the lines of
+    the results and returns its path.
 
     Raises:
         KVFoundryError: whatever can be known before the first prompt; the cheapest to know comes first.
@@ -42,7 +42,7 @@ def run_tasks(
             outcome = evaluate(
                 model,
                 tokenizer,
-                tasks(model) if callable(tasks) else tasks,
+                tasks(model, tokenizer) if callable(tasks) else tasks,
                 arms,
                 out=options.out,
                 seed=options.seed,
