@@ -11,12 +11,14 @@ import argparse
 import json
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import kvfoundry
+from kvfoundry.evaluate.fidelity import compare, force
 from kvfoundry.evaluate.tasks.haystack import folder_sentences, generated_sentences
 from kvfoundry.method import Method
 
@@ -37,19 +39,9 @@ def share(method: Method, tokens: int = 4096, heads: int = 8, dim: int = 128) ->
     return method.compress(query, key, value).nbytes / (2 * key.numel() * 2)
 
 
-@torch.inference_mode()
-def logits(model: Any, spec: str | None, ids: Tensor) -> Tensor:
+def logits(model: Any, tokenizer: Any, spec: str | None, ids: Tensor) -> Tensor:
     """Logits behind the prompt, [tokens, vocabulary] in float32."""
-    cache = kvfoundry.KVCache(model, spec)
-    model(ids[:, :PROMPT], None, None, cache, logits_to_keep=1)
-    parts = [model(ids[:, at : at + PIECE], None, None, cache).logits[0] for at in range(PROMPT, WINDOW, PIECE)]
-    return torch.cat(parts).float()
-
-
-def compared(full: Tensor, found: Tensor) -> tuple[float, int]:
-    """Summed KL divergence, and how many tokens agree on the most likely next one."""
-    left, right = full.log_softmax(-1), found.log_softmax(-1)
-    return float((left.exp() * (left - right)).sum()), int((left.argmax(-1) == right.argmax(-1)).sum())
+    return force(model, tokenizer, ids, torch.ones_like(ids), WINDOW - PROMPT, spec, piece=PIECE).logits[0]
 
 
 def main() -> None:
@@ -66,7 +58,7 @@ def main() -> None:
     while len(ids) < arguments.windows * WINDOW:
         ids += tokenizer(next(sentences) + " ", add_special_tokens=False)["input_ids"]
     windows = torch.tensor(ids[: arguments.windows * WINDOW]).view(arguments.windows, 1, WINDOW)
-    full = [logits(model, None, window) for window in windows]
+    full = [logits(model, tokenizer, None, window) for window in windows]
     tokens = arguments.windows * (WINDOW - PROMPT)
     results: dict[str, Any] = {"model": arguments.model, "text": str(arguments.text and arguments.text.name),
                                "tokens": tokens, "prompt": PROMPT, "piece": PIECE, "torch": torch.__version__,
@@ -75,10 +67,13 @@ def main() -> None:
         results["methods"] = json.loads(arguments.out.read_text())["methods"]
     for spec in arguments.method or METHODS:
         method, began = Method.parse(spec), time.perf_counter()
-        sums = [compared(a, logits(model, spec, window)) for a, window in zip(full, windows, strict=True)]
+        found = [
+            compare(a, logits(model, tokenizer, spec, window), window[0, PROMPT:])
+            for a, window in zip(full, windows, strict=True)
+        ]
         entry = {
-            "kl": sum(kl for kl, _ in sums) / tokens,
-            "top1_agreement": sum(same for _, same in sums) / tokens,
+            "kl": fmean(one.kl for one in found),
+            "top1_agreement": fmean(one.agreement for one in found),
             "share_of_bf16": share(method),
             "seconds": round(time.perf_counter() - began, 1),
         }

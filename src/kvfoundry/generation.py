@@ -130,12 +130,23 @@ def prefill(
     cache = KVCache(model, method)
     if not cache.method.slot_positions:
         check_length(model, ids.shape[1], 0, "the document")
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    read_prompt(model, tokenizer, cache, ids.to(model.device), mask.to(model.device), prefill_chunk)
+    return cache
+
+
+def read_prompt(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: KVCache,
+    ids: Tensor,
+    mask: Tensor,
+    prefill_chunk: int | None = None,
+) -> None:
+    """Read a whole left-padded prompt [batch, tokens] into a fresh cache; its method has acted when this returns."""
     cache.expect_prompt(ids.shape[1])
     _feed(model, ids, mask, cache, prefill_chunk or ids.shape[1], ids.shape[1])
     if cache.method.reconstructs is not None:
         compress_by_reconstruction(model, tokenizer, cache, ids, mask)
-    return cache
 
 
 def encode(

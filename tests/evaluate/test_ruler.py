@@ -2,7 +2,9 @@
 
 import collections
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -21,6 +23,8 @@ from kvfoundry.evaluate.tasks.ruler.task import RulerTask
 from kvfoundry.evaluate.tasks.ruler.variables import INTRO
 from kvfoundry.evaluate.tasks.ruler.words import ADJECTIVES, NOUNS, VERBS
 
+SHARED = Path(os.environ.get("KVFOUNDRY_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+SHARED /= "hotpotqa_train100"
 NEEDLES = [name for name in VARIANTS if name.startswith("niah")]
 WITHOUT_DATA = [name for name, variant in VARIANTS.items() if not isinstance(variant.spec, QASpec)]
 
@@ -205,6 +209,17 @@ def test_qa_files_are_read_as_they_are_built(qa_files):
     assert one.questions[0].answers == ("town0",)
     assert len(two.questions) == 6 and len(two.documents) == 18
     assert two.documents[two.questions[1].needed[0]] == "A1\nTown1 is by the hill. It is old."
+
+
+def test_the_published_questions_can_be_asked(tokenizer):
+    if not SHARED.is_dir():
+        pytest.skip(f"no data at {SHARED}; name the folder above it with KVFOUNDRY_DATA")
+    data = read_qa(SHARED / "hotpotqa_train100.json.gz")
+    assert len(data.questions) == 100 and len(data.documents) > 900
+    for item in ask(tokenizer, "qa_2", 4000, count=3, qa=data):
+        assert 0 <= 4000 - 32 - len(encode_item(tokenizer, item, True)) < 600
+        (question,) = (question for question in data.questions if item.question.endswith(question.question))
+        assert all(data.documents[place] in item.prompt for place in (*question.needed, *question.near))
 
 
 @pytest.mark.parametrize(

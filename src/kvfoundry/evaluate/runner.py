@@ -25,7 +25,7 @@ from kvfoundry.evaluate.prompts import encode_item, hash_ids, hidden_tokens, ite
 from kvfoundry.evaluate.report import render_report
 from kvfoundry.evaluate.results import META, SUMMARY, Line, ResultsFolder
 from kvfoundry.evaluate.summary import group_by, shared_prompts, summarise
-from kvfoundry.evaluate.tasks.base import Item, Measuring, Task, TaskError
+from kvfoundry.evaluate.tasks.base import Item, MeasuredTask, ScoringTask, Task, TaskError
 from kvfoundry.generation import check_length
 
 # Fields of a Generation that a result line takes over as they are.
@@ -56,7 +56,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Question:
-    task: Task
+    task: Task | MeasuredTask
     item: Item
     chat: bool
     prompt_tokens: int
@@ -134,6 +134,9 @@ def _arms_record(model: Any, lines: Sequence[Line], setting: Mapping[str, Any]) 
 
 
 def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], options: Mapping[str, Any]) -> list[Line]:
+    task = batch[0].task
+    if isinstance(task, MeasuredTask):
+        return task.measure(model, tokenizer, method, [question.item for question in batch], options["prefill_chunk"])
     stops = line_stops(model, tokenizer) if batch[0].item.line_ends else {}
     generations = kvfoundry.generate(
         model,
@@ -155,10 +158,10 @@ def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], op
             raise AssertionError(
                 f"the model saw {generation.prompt_tokens} prompt tokens, {question.prompt_tokens} were meant"
             )
-        score, exact = question.task.score(question.item, generation.text)
+        score, exact = task.score(question.item, generation.text)
         measured = {name: getattr(generation, name) for name in _MEASURED}
-        if isinstance(question.task, Measuring):
-            measured |= question.task.measures(question.item, generation.text)
+        if isinstance(task, ScoringTask):
+            measured |= task.more_scores(question.item, generation.text)
         notes = [*question.item.notes, *generation.notes]
         lines.append({"prediction": generation.text, "score": score, "exact": exact, **measured, "notes": notes})
     return lines
@@ -182,7 +185,7 @@ def _answers(
 
 
 def _questions(
-    model: Any, tokenizer: Any, tasks: Sequence[Task], chat: bool, seed: int, limit: int | None
+    model: Any, tokenizer: Any, tasks: Sequence[Task | MeasuredTask], chat: bool, seed: int, limit: int | None
 ) -> list[_Question]:
     """Every item of every task with its token ids counted and hashed; refused when one does not fit the model."""
     questions = []
@@ -209,7 +212,7 @@ def _batches(waiting: Sequence[_Question], batch_size: int) -> Iterator[Sequence
 def evaluate(
     model: Any,
     tokenizer: Any,
-    tasks: Sequence[Task],
+    tasks: Sequence[Task | MeasuredTask],
     methods: Sequence[str | Any],
     *,
     out: Path,

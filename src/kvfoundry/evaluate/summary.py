@@ -8,8 +8,8 @@ from kvfoundry.evaluate.results import Line
 from kvfoundry.evaluate.scores.longbench import by_length, published_form
 
 _MEANS = ("score", "exact", "stored_bytes", "peak_bytes", "full_bytes", "kept_rows", "kept_share", "prompt_tokens")
-# Fields that only some tasks have.
-_MEASURES = ("f1", "exact_match", "rouge_l")
+# Means of fields that only some tasks write.
+_OF_SOME_TASKS = ("kl", "nll", "full_nll", "f1", "exact_match", "rouge_l")
 # The first item of an arm pays for warm-up: the median does not see it, a mean would.
 _MEDIANS = ("ttft_seconds", "ms_per_token")
 
@@ -38,7 +38,7 @@ def summarise(lines: Iterable[Line]) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"task": task, "method": method, "items": len(done), "failed": len(group) - len(done)}
         row |= {name: _over(done, name, fmean) for name in _MEANS}
         row |= {name: _over(done, name, median) for name in _MEDIANS}
-        row |= {name: _over(done, name, fmean) for name in _MEASURES if any(name in line for line in done)}
+        row |= {name: mean for name in _OF_SOME_TASKS if (mean := _over(done, name, fmean)) is not None}
         if any("bucket" in line for line in done):
             scores = [line["score"] for line in done]
             row["published_form"] = {

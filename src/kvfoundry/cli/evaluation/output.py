@@ -44,6 +44,21 @@ def progress_bar(shown: bool) -> "Iterator[Callable[[Progress], None] | None]":
             bar.stop()
 
 
+# heading, field of a summary row, scale, pattern
+_COLUMNS = {
+    "score": ("score", "score", 1, ".2f"),
+    "exact": ("exact", "exact", 1, ".2f"),
+    "kl": ("KL\nnats", "kl", 1, ".4f"),
+    "nll": ("nats per\ntoken", "nll", 1, ".3f"),
+    "stored": ("stored\nMiB", "stored_bytes", 1024 * 1024, ".2f"),
+    "kept": ("kept", "kept_share", 1, ".0%"),
+    "ms": ("ms per\ntoken", "ms_per_token", 1, ".1f"),
+    "first": ("first\ntoken s", "ttft_seconds", 1, ".2f"),
+}
+_OF_ANSWERS = ("score", "exact", "stored", "kept", "ms", "first")
+_OF_FIDELITY = ("score", "kl", "nll", "stored", "kept", "ms")
+
+
 def print_table(rows: list[dict[str, Any]]) -> None:
     """The summary rows as a table on stdout."""
     from rich.box import SIMPLE_HEAD
@@ -56,16 +71,16 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     if several:
         table.add_column("task", overflow="fold")
     table.add_column("method", overflow="fold", min_width=24)
-    for heading in ("items", "score", "exact", "stored\nMiB", "kept", "ms per\ntoken", "first\ntoken s"):
+    table.add_column("items", justify="right")
+    shown = _OF_FIDELITY if all("kl" in row for row in rows) else _OF_ANSWERS
+    columns = [_COLUMNS[name] for name in shown]
+    for heading, *_ in columns:
         table.add_column(heading, justify="right")
     for row in rows:
         numbers = [
-            "n/a" if row[name] is None else format(row[name] / scale, pattern)
-            for name, scale, pattern in (
-                ("score", 1, ".2f"), ("exact", 1, ".2f"), ("stored_bytes", 1024 * 1024, ".2f"),
-                ("kept_share", 1, ".0%"), ("ms_per_token", 1, ".1f"), ("ttft_seconds", 1, ".2f"),
-            )
-        ]  # fmt: skip
+            "n/a" if row.get(name) is None else format(row[name] / scale, pattern)
+            for _, name, scale, pattern in columns
+        ]
         failed = f" (+{row['failed']} failed)" if row["failed"] else ""
         task = [Text(row["task"])] if several else []
         table.add_row(*task, Text(row["method"]), f"{row['items']}{failed}", *numbers)

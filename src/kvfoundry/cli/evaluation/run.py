@@ -12,11 +12,11 @@ from kvfoundry.cli.options import Interrupted, load_model, parse_budgets
 
 if TYPE_CHECKING:
     from kvfoundry.evaluate.results import Line
-    from kvfoundry.evaluate.tasks.base import Task
+    from kvfoundry.evaluate.tasks.base import MeasuredTask, Task
 
 
 def run_tasks(
-    tasks: "Sequence[Task] | Callable[[Any, Any], Sequence[Task]]",
+    tasks: "Sequence[Task | MeasuredTask] | Callable[[Any, Any], Sequence[Task]]",
     options: EvalOptions,
     draw: "Callable[[Sequence[Line]], Path | None] | None" = None,
 ) -> None:

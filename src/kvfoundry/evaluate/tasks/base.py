@@ -1,6 +1,6 @@
 """What a task is: a list of items, each a prompt with its references, and a score for a prediction."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -40,8 +40,8 @@ class Item:
     cell: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
-class Task(Protocol):
-    """A task is data plus one pure metric; `settings` is everything that decides its items."""
+class Questions(Protocol):
+    """The data of a task; `settings` is everything that decides its items."""
 
     @property
     def name(self) -> str: ...
@@ -54,15 +54,30 @@ class Task(Protocol):
         """The items; lengths are in tokens of `tokenizer`, the chat template included when `chat`."""
         ...
 
+
+class Task(Questions, Protocol):
+    """A task whose items are asked: data plus one pure metric."""
+
     def score(self, item: Item, prediction: str) -> tuple[float, bool]:
         """Graded score in [0, 1] and exact match."""
         ...
 
 
 @runtime_checkable
-class Measuring(Protocol):
-    """What a task has that counts more of a prediction than its score."""
+class MeasuredTask(Questions, Protocol):
+    """A task that measures a method on its items itself, where an answer would say too little."""
 
-    def measures(self, item: Item, prediction: str) -> dict[str, float]:
+    def measure(
+        self, model: Any, tokenizer: Any, method: Any, items: Sequence[Item], prefill_chunk: int | None
+    ) -> list[dict[str, Any]]:
+        """For each item the fields of its result line that are found by measuring, the score among them."""
+        ...
+
+
+@runtime_checkable
+class ScoringTask(Task, Protocol):
+    """A task that has more than one score of a prediction."""
+
+    def more_scores(self, item: Item, prediction: str) -> dict[str, float]:
         """Further fields of the result line, each in [0, 1]; the summary has their means."""
         ...

@@ -88,7 +88,7 @@ class RagTask:
             any(exact_match(prediction, answer) for answer in item.references),
         )
 
-    def measures(self, item: Item, prediction: str) -> dict[str, float]:
+    def more_scores(self, item: Item, prediction: str) -> dict[str, float]:
         """The score by its name, and ROUGE-L of the first line where the extra `eval` is installed."""
         f1, exact = self.score(item, prediction)
         more = {}
