@@ -86,7 +86,7 @@ def _problem(record: dict[str, Any]) -> str | None:
         return "has no question"
     try:
         answers, passages = list(_answers(record)), list(_passages(record))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         return f"is built in no known form ({type(error).__name__}: {error})"
     if not answers or not all(map(_is_text, answers)):
         return "has no answer in text"
