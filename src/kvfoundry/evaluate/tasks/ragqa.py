@@ -13,7 +13,7 @@ from kvfoundry.evaluate.scores.extra import is_installed
 from kvfoundry.evaluate.scores.longbench import first_line
 from kvfoundry.evaluate.scores.rouge import rouge_l
 from kvfoundry.evaluate.tasks.base import Item, TaskError
-from kvfoundry.evaluate.tasks.ragqa_data import Passage, RagData, RagSample
+from kvfoundry.evaluate.tasks.ragqa_data import OWN_DATA, Passage, RagData, RagSample
 
 # Goes into every record; a change of the wording makes a new version.
 PROMPT = "kvfoundry-1"
@@ -54,7 +54,7 @@ class RagTask:
 
     def settings(self) -> dict[str, Any]:
         return {
-            "data": str(self.data.path),
+            "data": "kvfoundry" if self.data.path == OWN_DATA else str(self.data.path),
             "data_sha256": self.data.digest,
             "samples": len(self.data.samples),
             "damaged": len(self.data.damaged),
