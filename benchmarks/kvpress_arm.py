@@ -1,4 +1,7 @@
-"""The rival's side of against_kvpress.py: runs where kvpress is installed, in the folder that it is given."""
+"""The rival's side of against_kvpress.py: runs where kvpress is installed, in the folder that it is given.
+
+Prints one JSON line for each job, in order.
+"""
 
 import json
 import sys
@@ -22,24 +25,26 @@ def build(job: dict, tokens: int):
 
 
 @torch.inference_mode()
-def answer(model, press, item: dict, device: str) -> tuple[list[int], float]:
+def answer(model, press, item: dict, tail: int, device: str) -> tuple[list[int], float]:
     """Greedy tokens after the compressed text and the question, and the rows kept per head."""
-    context = torch.tensor([item["context"]], device=device)
+    context = torch.tensor([item["ids"][:-tail]], device=device)
     cache = DynamicCache()
     with press(model):
         model(context, past_key_values=cache)
-        rows = sum(layer.keys.shape[2] for layer in cache.layers) / len(cache.layers)
-        position = context.shape[1]
-        step = torch.tensor([item["question"]], device=device)
-        answer: list[int] = []
-        for _ in range(16):
-            positions = torch.arange(position, position + step.shape[1], device=device)[None]
-            logits = model(step, past_key_values=cache, position_ids=positions, cache_position=positions[0]).logits
-            position += step.shape[1]
-            step = logits[:, -1:].argmax(-1)
-            if int(step) in item["stops"]:
-                break
-            answer.append(int(step))
+    # Some presses act when their context ends, so the answer is read outside of it.
+    rows = sum(layer.keys.shape[2] for layer in cache.layers) / len(cache.layers)
+    position = context.shape[1]
+    step = torch.tensor([item["ids"][-tail:]], device=device)
+    answer: list[int] = []
+    for _ in range(16):
+        positions = torch.arange(position, position + step.shape[1], device=device)[None]
+        # Positions go on from the text, the mask from what is stored: as kvpress's own pipeline calls its model.
+        logits = model(step, past_key_values=cache, position_ids=positions).logits
+        position += step.shape[1]
+        step = logits[:, -1:].argmax(-1)
+        if int(step) in item["stops"]:
+            break
+        answer.append(int(step))
     return answer, rows
 
 
@@ -50,18 +55,14 @@ def main() -> None:
     stops = model.generation_config.eos_token_id
     for item in work["items"]:
         item["stops"] = stops if isinstance(stops, list) else [stops]
-    done = []
+    versions = {"transformers": transformers.__version__, "kvpress": version("kvpress")}
     for job in work["jobs"]:
-        results = [answer(model, build(job, len(item["context"])), item, work["device"]) for item in work["items"]]
-        done.append(
-            {
-                "answers": [tokens for tokens, _ in results],
-                "rows": sum(rows for _, rows in results) / len(results),
-                "transformers": transformers.__version__,
-                "kvpress": version("kvpress"),
-            }
-        )
-    (folder / "answers.json").write_text(json.dumps(done))
+        tail = job["tail"]
+        results = [
+            answer(model, build(job, len(item["ids"]) - tail), item, tail, work["device"]) for item in work["items"]
+        ]
+        found = {"answers": [tokens for tokens, _ in results], "rows": sum(rows for _, rows in results) / len(results)}
+        print(json.dumps({**found, **versions}), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from kvfoundry.columns import newest
 from kvfoundry.errors import CacheStateError
 from kvfoundry.layouts import Layout
-from kvfoundry.layouts.base import Reading
+from kvfoundry.layouts.base import Reading, RowsView
+from kvfoundry.layouts.parked import ParkedRows
 from kvfoundry.method import Method
 from kvfoundry.rope import Rope
 from kvfoundry.selection.evict import evict
@@ -45,10 +46,14 @@ class Turn:
 
 
 class Acting:
-    """The memory of one method on one layer: budget in force, remembered queries, running statistics, sinks."""
+    """The memory of one method on one layer: budget in force, remembered queries, running statistics, sinks.
+
+    parked: the rows that the method dropped and did not give up, on the host.
+    """
 
     def __init__(self, method: Method, rope: Rope | None):
         self.method, self.rope = method, rope
+        self.parked = ParkedRows()
         self._budget: Tensor | None = None
         self._since_eviction = 0
         self._window: tuple[Tensor, Tensor] | None = None
@@ -80,8 +85,28 @@ class Acting:
         dropped = kept is not rows
         if not acts_later:
             self._window, self._summary = None, {}
-            kept = kept.with_columns({})
+            kept, self.parked = kept.with_columns({}), self.parked.without_columns()
         return kept, dropped
+
+    def evicted(self, method: Method, rows: Layout, evidence: Evidence, budget: Tensor) -> Layout:
+        """The rows that stay within `budget` ([batch] rows per head on average), now; the others are parked or gone."""
+        return evict(method, rows, evidence, budget, self._park)
+
+    def _park(self, view: RowsView, leaving: Tensor, counts: Tensor) -> None:
+        self.parked = self.parked.joined_by(view, leaving, counts)
+
+    def recalled(self, rows: Layout, real: Tensor, heads: int, *, acts_again: bool) -> Layout:
+        """The rows with every parked one back in its place, as `ParkedRows.reunited`.
+
+        acts_again: the method goes on with what it remembers; otherwise that is forgotten too.
+        """
+        if self.parked.parcels:
+            rows = self.parked.reunited(rows, real, heads, columns=acts_again)
+        self.parked = ParkedRows()
+        if not acts_again:
+            self._since_eviction, self._window, self._summary = 0, None, {}
+            rows = rows.with_columns({})
+        return rows
 
     def _evidence(self, turn: Turn, rows: Layout) -> Evidence:
         window_query, window_positions = self._window if self._window is not None else (turn.query, turn.positions)
@@ -110,7 +135,7 @@ class Acting:
         if not turn.in_prompt and schedule.cap is not None:
             budget = torch.full_like(turn.real, schedule.cap)
         assert budget is not None
-        kept = evict(self.method, rows, evidence, budget)
+        kept = self.evicted(self.method, rows, evidence, budget)
         if kept is rows or not self.method.slot_positions:
             return kept
         return self._take_sinks(rows, turn.real).moved_into(kept, turn.real)
@@ -143,7 +168,7 @@ class Acting:
         self._window = (query.clone(), positions.clone()) if keep else (query, positions)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor that is remembered."""
+        """Every tensor that is remembered on the device."""
         if self._window is not None:
             yield from self._window
         if self._sinks is not None:
@@ -151,12 +176,13 @@ class Acting:
         yield from self._summary.values()
 
     def copied(self) -> Acting:
-        """The same memory for a fork: nothing in it is ever written in place."""
+        """The same memory for a fork: nothing in it is ever written in place, parked rows least of all."""
         return copy.copy(self)
 
     def selected(self, indices: Tensor) -> Acting:
         """The memory of the batch rows `indices`."""
         result = copy.copy(self)
+        result.parked = self.parked.selected(indices)
         result._budget = None if self._budget is None else self._budget[indices.cpu()]
         result._sinks = None if self._sinks is None else self._sinks.selected(indices)
         result._summary = {name: value[indices.to(value.device)] for name, value in self._summary.items()}

@@ -14,13 +14,13 @@ from transformers.cache_utils import Cache
 from kvfoundry import compat
 from kvfoundry.attention import attach, backend_of, family_of
 from kvfoundry.calibration import identity_of
-from kvfoundry.coding import Losses
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
 from kvfoundry.kernels.attention import backend
-from kvfoundry.layer import CacheLayer, Prompt, storage_bytes
+from kvfoundry.layer import CacheLayer, storage_bytes
 from kvfoundry.layouts.pair_store import MiniCachePairStore
 from kvfoundry.method import Method
 from kvfoundry.pairing import LayerPair, far_apart
+from kvfoundry.prompt import Prompt
 from kvfoundry.rope import Rope
 from kvfoundry.selection.budgets import ModelShape
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
@@ -60,27 +60,67 @@ class KVCache(Cache):
     def expect_prompt(self, tokens: int) -> None:
         """Announce a prompt of `tokens` columns that arrives in several calls: methods treat all of them as prompt.
 
-        Without an announcement the first call is the whole prompt and everything after it is decode.
+        Without an announcement the first call is the whole prompt and everything after it is decode. After
+        `recall(act_again=True)` another prompt begins, and the same holds for it.
         """
-        if self.seen_tokens and self.prompt.tokens is not None and self.seen_tokens >= self.prompt.tokens:
+        if self.seen_tokens and self.prompt.ended(self.seen_tokens):
             raise CacheStateError("expect_prompt comes before the prompt has ended; reset() the cache for a new one.")
-        self.prompt.tokens = tokens
+        self.prompt.expect(tokens, self.seen_tokens)
+
+    @property
+    def awaits_prompt(self) -> bool:
+        """Whether the next call opens a prompt: the cache is empty, or the method acts again since a recall."""
+        return self.prompt.tokens is None
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model. Refuses to go on from a forward pass that was interrupted halfway."""
         if self.layers[layer_idx] is self._first:
-            first, rest = self._first, self.attention_layers
-            if any(layer.seen != first.seen or layer.is_interrupted for layer in rest):
-                raise CacheStateError(
-                    "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
-                    "call reset() on this cache before using it again."
-                )
+            self._refuse_half_a_pass()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _refuse_half_a_pass(self) -> None:
+        first, rest = self._first, self.attention_layers
+        if any(layer.seen != first.seen or layer.is_interrupted for layer in rest):
+            raise CacheStateError(
+                "an earlier forward pass was interrupted, or the model skips some of its attention layers; "
+                "call reset() on this cache before using it again."
+            )
+
+    def recall(self, *, act_again: bool = False) -> None:
+        """Bring every row that the method parked back to the device, in its place, bit for bit (see `park`).
+
+        The cache then holds every row ever stored, each as it was computed, in the memory of a full cache. What that
+        equals depends on when rows were computed:
+
+        - Nothing has been fed since rows were first dropped (after a document in one call, or in pieces under
+          schedule(prefill='end')): the cache is the one that never dropped a row, and everything that follows is the
+          same, logits and text.
+        - Rows that were computed after an eviction (a later piece of a prompt, an answer) saw fewer rows then, and
+          that does not change: from now on they are read along with all others, as they are. To ask one document
+          many things, each with nothing but all of it in sight, fork() the document's cache and recall the fork.
+
+        act_again: without it the method rests, in prompt and in decode, and drops nothing more: the cache is a full
+        one from here on (until `reset`). With it what is fed next counts as a prompt, as in an empty cache (the next
+        call, or as many columns as `expect_prompt` then announces): the method reads it with all rows in sight,
+        chooses anew by its queries, parks the rest, and goes on by its schedule. A share of a budget is then one of
+        everything seen. It can be called again at any time, also to end the rest.
+
+        Raises SpecError for a method that does not park, and for act_again where the method chooses rows by repeating
+        the whole context (kvzip); CacheStateError after an interrupted forward pass.
+        """
+        self._refuse_half_a_pass()
+        for layer in self.attention_layers:
+            layer.recall(act_again=act_again)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storages behind the rows, positions and statistics of every layer."""
+        """Bytes of all storages behind the rows, positions and statistics of every layer; parked rows are apart."""
         return storage_bytes(tensor for layer in self.attention_layers for tensor in layer.tensors())
+
+    @property
+    def parked_nbytes(self) -> int:
+        """Bytes of all host storages behind parked rows."""
+        return storage_bytes(tensor for layer in self.attention_layers for tensor in layer.parked_tensors())
 
     @property
     def peak_nbytes(self) -> int:
@@ -112,7 +152,14 @@ class KVCache(Cache):
     def notes(self) -> list[str]:
         """What a reader of results must know: methods that did not act, and why."""
         lost = self.prompt.losses.sentence(self.method)
-        return [*([] if lost is None else [lost]), *self._idle_notes()]
+        return [*([] if lost is None else [lost]), *self._parking_notes(), *self._idle_notes()]
+
+    def _parking_notes(self) -> list[str]:
+        if any(layer.rests for layer in self.attention_layers):
+            return [f"{self.method} rests since recall(): every row is on the device, and none is dropped."]
+        if self.parked_nbytes:
+            return [f"{self.method}: dropped rows are still in host memory (parked_nbytes); recall() brings them back."]
+        return []
 
     def _idle_notes(self) -> list[str]:
         if (self.method.evicts or self.method.codec is not None) and not self._full_layers():
@@ -128,7 +175,7 @@ class KVCache(Cache):
                 f"{self.method} drops nothing: it reads fewer rows in decode, and memory is that of the full cache."
             ]
         layers = [layer for layer in self.attention_layers if layer.evicts and layer.real is not None]
-        if not layers or any(layer.rows_lost_at for layer in layers):
+        if not layers or self.awaits_prompt or any(layer.rows_lost_at or layer.rests for layer in layers):
             return []
         longest = min(self.seen_tokens, self.prompt.tokens or 0)
         schedule = self.method.schedule
@@ -159,7 +206,7 @@ class KVCache(Cache):
 
         Raises CacheStateError when the method drops rows.
         """
-        if any(layer.evicts for layer in self.attention_layers):
+        if any(layer.acts for layer in self.attention_layers):
             raise CacheStateError(
                 f"assisted and prompt-lookup decoding take tokens back (crop), and {self.method} drops rows that this "
                 "needs; use fullkv, or decode without an assistant."
@@ -169,9 +216,7 @@ class KVCache(Cache):
     def reset(self) -> None:
         """Empty the cache; the memory is freed and the next call starts a new prompt."""
         super().reset()
-        self.prompt.tokens = None
-        self.prompt.losses = Losses()
-        self.prompt.peak_nbytes = 0
+        self.prompt.forget()
 
 
 def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvfoundry.codecs.base import KVCodec, RowsCodec, Site
+from kvfoundry.codecs.base import RowsCodec, Site
 from kvfoundry.columns import newest
 from kvfoundry.errors import DataError
-from kvfoundry.layouts import CodedRows, Layout
+from kvfoundry.layouts import Layout
 from kvfoundry.layouts.base import RowsView
 from kvfoundry.method import Method
 from kvfoundry.rope import Rope
@@ -45,11 +45,10 @@ class Losses:
         layer, worst = max(self.by_layer.items(), key=lambda item: item[1])
         if worst <= WARN_LOGIT_ERROR:
             return None
-        plain = isinstance(method.codec, KVCodec) and method.codec.rotation is None
-        way_out = "add rotate() or use more bits" if plain else "use more bits"
+        assert method.codec is not None
         return (
             f"{method} changes the attention logits of layer {layer} by {worst:.0%} of their spread (more than "
-            f"{WARN_LOGIT_ERROR:.0%}): this model's key channels do not suit it; {way_out}."
+            f"{WARN_LOGIT_ERROR:.0%}): this model's key channels do not suit it; {method.codec.remedy}."
         )
 
 
@@ -111,7 +110,7 @@ class Coding:
         if asked is not None and asked.shape[2] < window:
             asked = torch.nn.functional.pad(asked, (0, 0, window - asked.shape[2], 0))
         coded = self.codec.store(view, asked)
-        if isinstance(coded, CodedRows) and query.shape[2] > 1:
+        if query.shape[2] > 1:
             error = logit_error(coded, view, query[:, :, -_PROBED_QUERIES:])
             if error is not None:
                 losses.by_layer[self.place[0]] = error
@@ -135,21 +134,19 @@ class Coding:
         return twin
 
 
-def logit_error(rows: CodedRows, view: RowsView, query: Tensor) -> float | None:
+def logit_error(rows: Layout, view: RowsView, query: Tensor) -> float | None:
     """How much the codes change what queries see: |q(K' - K)| / |qK|, both without their mean over the rows.
 
     (Softmax does not notice what all logits have in common.) Over the first coded rows that every head has; view holds
     the rows as they were. None where too few rows are coded.
     """
-    keys = rows.keys
-    start = int(keys.firsts.max())
-    stop = min(int((keys.firsts + keys.counts).min()), start + _PROBED_ROWS)
+    start, stop = rows.coded_span()
+    stop = min(stop, start + _PROBED_ROWS)
     if stop - start < 2:
         return None
-    heads = view.keys.shape[1]
-    positions = view.positions[:, :, start:stop]
-    exact = view.keys[:, :, start:stop].float()
-    change = keys.tile(start, stop, view.keys.dtype, positions).float() - exact
+    heads = rows.lengths.shape[1]
+    exact = view.keys[:, :, start:stop].float().repeat_interleave(heads // view.keys.shape[1], dim=1)
+    change = rows.coded_keys(start, stop, view).float() - exact
     packed = query.float().reshape(query.shape[0], heads, -1, query.shape[3])
     logits, changes = (packed @ part.transpose(-1, -2) for part in (exact, change))
     spread, lost = (part - part.mean(dim=-1, keepdim=True) for part in (logits, changes))

@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from kvfoundry import compat
 from kvfoundry.cache import KVCache
 from kvfoundry.errors import DataError
+from kvfoundry.kept import Kept, kept_by_row
 from kvfoundry.method import Method
 from kvfoundry.reconstruction import compress_by_reconstruction
 
@@ -22,9 +23,10 @@ from kvfoundry.reconstruction import compress_by_reconstruction
 class Generation:
     """One answer and its cost.
 
-    stored_bytes, peak_bytes: the cache's bytes after the prompt and at their largest, and full_bytes those of a full
-    16- or 32-bit cache of the same prompt, each divided by the rows of the batch. kept_rows: rows per KV head and
-    full-attention layer after the prompt; kept_share: the same over the prompt's tokens. Times are of the whole batch:
+    stored_bytes, peak_bytes: the cache's bytes after the prompt and at their largest, parked_bytes: what a parking
+    method holds in host memory besides, each divided by the rows of the batch; full_bytes: those of a full 16- or
+    32-bit cache of the same prompt. kept_rows, kept_share, kept_profile: the rows of this prompt that were held when
+    it ended, see `kvfoundry.kept.Kept`. Times are of the whole batch:
     ttft_seconds until the first token (and the second pass of a method that has one), ms_per_token per decode step
     after it (0 when there was none).
     """
@@ -38,10 +40,12 @@ class Generation:
     full_bytes: int
     kept_rows: float
     kept_share: float
+    kept_profile: str | None
     ttft_seconds: float
     ms_per_token: float
     seconds: float
     notes: list[str]
+    parked_bytes: int = 0
 
 
 def generate(
@@ -210,21 +214,29 @@ def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each token is ready, and the cache's size when the prompt is done. Never stops anything."""
+    """Notes when each token is ready, and what the cache holds when the prompt is done. Never stops anything."""
 
     def __init__(self, cache: KVCache, device: torch.device):
         self.cache, self.device = cache, device
         self.times: list[float] = []
-        self.stored = self.peak = 0
-        self.kept_rows = self.kept_share = 0.0
+        self.stored = self.peak = self.parked = 0
+        self.kept: list[Kept] = []  # one per row of the cache
+        self._looking = 0.0
+
+    def now(self) -> float:
+        """Seconds, those spent on looking at the cache left out."""
+        return time.perf_counter() - self._looking
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        if not self.times:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+        if not self.times and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.times.append(self.now())
+        if len(self.times) == 1:
+            began = time.perf_counter()
             self.stored, self.peak = self.cache.nbytes, self.cache.peak_nbytes
-            self.kept_rows, self.kept_share = self.cache.kept_rows, self.cache.kept_share
-        self.times.append(time.perf_counter())
+            self.parked = self.cache.parked_nbytes
+            self.kept = kept_by_row(self.cache)
+            self._looking = time.perf_counter() - began
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
@@ -264,12 +276,12 @@ def _generate_batch(
     started = time.perf_counter()
     cache = KVCache(model, method) if cache is None else cache
     past = cache.seen_tokens
+    if cache.awaits_prompt and (prefill_chunk is not None or hold_back):
+        cache.expect_prompt(ids.shape[1] - hold_back)
     if past:
         # transformers cuts the ids of the whole text down to what the cache has not seen; the cut part is never read.
         ids = torch.cat([ids.new_zeros(ids.shape[0], past), ids], dim=1)
         mask = torch.cat([mask.new_ones(mask.shape[0], past), mask], dim=1)
-    elif prefill_chunk is not None or hold_back:
-        cache.expect_prompt(ids.shape[1] - hold_back)
     if hold_back:
         read = ids.shape[1] - hold_back
         _feed(model, ids, mask, cache, prefill_chunk or read, read)
@@ -295,15 +307,16 @@ def _generate_batch(
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         **options,
     )
-    finished = time.perf_counter()
+    finished = clock.now()
     sequences = output if isinstance(output, Tensor) else output.sequences
     per_prompt = sequences.shape[0] // ids.shape[0]
     steps = len(clock.times) - 1
     ms_per_token = 1e3 * (clock.times[-1] - clock.times[0]) / steps if steps > 0 else 0.0
     results = []
+    copies = len(clock.kept) // ids.shape[0]  # beams of one prompt hold the same rows of it
     for i, sequence in enumerate(sequences[:, ids.shape[1] :]):
         tokens = _until_stop(sequence.tolist(), options.get("eos_token_id", _stops(model, generation_config)))
-        prompt_tokens = int(mask[i // per_prompt].sum())
+        prompt_tokens, kept = int(mask[i // per_prompt].sum()), clock.kept[i // per_prompt * copies]
         results.append(
             Generation(
                 text=str(tokenizer.decode(tokens, skip_special_tokens=True)),
@@ -313,12 +326,14 @@ def _generate_batch(
                 stored_bytes=clock.stored // sequences.shape[0],
                 peak_bytes=clock.peak // sequences.shape[0],
                 full_bytes=full_cache_bytes(model, prompt_tokens),
-                kept_rows=clock.kept_rows,
-                kept_share=clock.kept_share,
+                kept_rows=kept.rows,
+                kept_share=kept.share,
+                kept_profile=kept.profile,
                 ttft_seconds=clock.times[0] - started,
                 ms_per_token=ms_per_token,
                 seconds=finished - started,
                 notes=cache.notes,
+                parked_bytes=clock.parked // sequences.shape[0],
             )
         )
     return results

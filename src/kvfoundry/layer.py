@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,38 +15,24 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvfoundry.acting import Acting, Turn
-from kvfoundry.coding import Coding, Losses
+from kvfoundry.coding import Coding
 from kvfoundry.columns import picked_columns, restored_columns
-from kvfoundry.errors import CacheStateError, UnsupportedModelError
+from kvfoundry.errors import CacheStateError, SpecError, UnsupportedModelError
 from kvfoundry.kernels.attention import AttentionKernel, backend
-from kvfoundry.layouts import DenseRows, Layout
+from kvfoundry.layouts import DenseRows, Layout, RowsView
 from kvfoundry.layouts.base import Reading
 from kvfoundry.method import Method
 from kvfoundry.pairing import LayerPair
+from kvfoundry.prompt import Prompt
 from kvfoundry.prompt_mask import PromptMask
 from kvfoundry.reading.state import PageState
 from kvfoundry.rope import Rope
-from kvfoundry.selection.evict import evict
 from kvfoundry.selection.evidence import Evidence
 from kvfoundry.tensor_refusal import RefusesTensorUse
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
 # A window layer keeps this many tokens more than its window, so that speculative decoding can take tokens back.
 ROLLBACK = 64
-
-
-@dataclass
-class Prompt:
-    """What the layers of one cache share.
-
-    tokens: where the prompt ends, None until it is known. losses: what the codec was measured to lose.
-    nbytes, peak_nbytes: bytes that all layers hold together, as each of them last noted, and the largest sum so far.
-    """
-
-    tokens: int | None = None
-    losses: Losses = field(default_factory=Losses)
-    nbytes: int = 0
-    peak_nbytes: int = 0
 
 
 class CacheLayer(RefusesTensorUse, CacheLayerMixin):
@@ -87,11 +72,13 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
 
     def _clear(self) -> None:
         self.rows: Layout | None = None
+        self._heads = 0  # that the model stores; a method may keep one set of rows per query head
         self.seen = 0  # columns, padding included
         self.real: Tensor | None = None  # [batch] real tokens, on the CPU
         self._longest = 0  # the largest of them
         self._padded_to = 0  # columns up to which some batch row is padding
         self.rows_lost_at = 0  # columns seen when rows were last dropped
+        self.rests = False  # since a recall: the method drops nothing
         self._acting = Acting(self.method, self.rope)
         coded = self.method.codec is not None and self.rule.span is None
         self._coding = Coding(self.method, self.layer_idx, self.num_layers, self.family, self.rope) if coded else None
@@ -113,12 +100,17 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether tokens can always be taken back; false as soon as the method may drop rows."""
-        return not self.evicts
+        return not self.acts
 
     @property
     def evicts(self) -> bool:
         """Whether the method drops rows of this layer."""
         return self.rule.span is None and self.method.acts_on(self.layer_idx)
+
+    @property
+    def acts(self) -> bool:
+        """Whether it may drop some at the next call: since a recall it rests, unless told to act again."""
+        return self.evicts and not self.rests
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the first rows bring shape, dtype and device."""
@@ -211,7 +203,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             softcap,
             sinks,
             self.rule,
-            self.method.unread_distance if self.seen else None,
+            self.method.unread_distance if self.seen and not self.rests else None,
         )
         before = (self.rows.lengths if self.rows is not None else None, self.real, self._longest)
         own = self.rows is None
@@ -231,13 +223,12 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
                 output if tokens.gather is None else restored_columns(output, tokens.gather, tokens.positions, columns)
             )
         self.seen += columns
-        if self.evicts:
+        if self.acts:
             self._act(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
         elif self.rule.span is not None:
             self._leave_window(columns)
         if self.pair is not None:
-            assert self.prompt.tokens is not None
-            self.pair.after(self, prompt_open=self.seen < self.prompt.tokens)
+            self.pair.after(self, prompt_open=not self.prompt.ended(self.seen))
         self._code(query, tokens.positions)
         if columns > 1:
             self.note_bytes()
@@ -252,9 +243,8 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
     def note_bytes(self) -> None:
         """Report to the cache what this layer holds now."""
         held = self.nbytes
-        self.prompt.nbytes += held - self._noted
+        self.prompt.note(held - self._noted)
         self._noted = held
-        self.prompt.peak_nbytes = max(self.prompt.peak_nbytes, self.prompt.nbytes)
 
     def _read(self, query: Tensor, positions: Tensor, reading: Reading, *, in_prompt: bool) -> Tensor:
         """Attend to all rows, or in decode to those that the method's reader picks."""
@@ -272,11 +262,9 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         return output
 
     def _enter(self, columns: int) -> bool:
-        """Whether this call belongs to the prompt. The first call is the whole prompt unless announced otherwise."""
-        if self.prompt.tokens is None:
-            self.prompt.tokens = columns
-        in_prompt = self.seen < self.prompt.tokens
-        waits = self.method.reconstructs is not None and self.evicts and not self.reconstructed
+        """Whether this call belongs to the prompt."""
+        in_prompt = self.prompt.enter(self.seen, columns)
+        waits = self.method.reconstructs is not None and self.acts and not self.reconstructed
         if waits and not in_prompt and self.watch is None:
             if self.exceeds_budget():
                 raise CacheStateError(
@@ -298,7 +286,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
     def evict(self, evidence: Evidence, method: Method) -> None:
         """Drop rows down to the budget now, as `method` says; evidence.rows is the view of the present rows."""
         assert self.rows is not None
-        kept = evict(method, self.rows, evidence, self.budget_rows())
+        kept = self._acting.evicted(method, self.rows, evidence, self.budget_rows())
         if kept is not self.rows:
             self.rows, self.rows_lost_at, self._pages = kept, self.seen, None
         self.note_bytes()
@@ -307,6 +295,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         assert self.real is not None
         last_position = self._longest - 1
         if self.rows is None:
+            self._heads = keys.shape[1]
             self.rows = DenseRows.of_tokens(keys, values, positions, counts, last_position)
             return
         stored_heads = self.rows.lengths.shape[1]
@@ -327,10 +316,10 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         columns: int,
     ) -> None:
         """Let the method observe this call, and drop rows when its schedule says so."""
-        assert self.rows is not None and self.real is not None and self.prompt.tokens is not None
+        assert self.rows is not None and self.real is not None
         place = self.layer_idx, self.num_layers
         turn = Turn(query, positions, reading, module, self.real, place, own, columns, in_prompt,
-                    prompt_ends=in_prompt and self.seen >= self.prompt.tokens)  # fmt: skip
+                    prompt_ends=in_prompt and self.prompt.ended(self.seen))  # fmt: skip
         kept, dropped = self._acting.after(turn, self.rows)
         self.rows = kept
         if dropped:
@@ -338,7 +327,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
 
     def end_reconstruction(self) -> None:
         """The prompt has been read the second time: what stays of it may be written down."""
-        self.reconstructed = True
+        self.reconstructed, self.rests = True, False
         self._code()
         self.note_bytes()
 
@@ -346,8 +335,8 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         """Let the codec write down what is due. Rows that the prompt's end may still drop or mix are left whole."""
         if self._coding is None:
             return
-        assert self.rows is not None and self.prompt.tokens is not None
-        prompt_ends, method = self.seen >= self.prompt.tokens, self.method
+        assert self.rows is not None
+        prompt_ends, method = self.prompt.ended(self.seen), self.method
         unread = method.reconstructs is not None and not self.reconstructed
         waits = self.evicts and (unread or (not prompt_ends and method.schedule.prefill != "never"))
         self.rows = self._coding.after(
@@ -374,8 +363,21 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages that this layer keeps alive."""
+        """Bytes of the storages that this layer keeps alive, without what it has parked on the host."""
         return storage_bytes(self.tensors())
+
+    @property
+    def parked_nbytes(self) -> int:
+        """Bytes of the host storages of parked rows."""
+        return storage_bytes(self.parked_tensors())
+
+    @property
+    def parked(self) -> RowsView | None:
+        """The rows that the method parked, as rectangles on the host in token order: keys, values, positions, lengths.
+
+        A copy, for a look; None while there are none.
+        """
+        return self._acting.parked.view()
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor behind the layer: rows, positions, statistics, remembered queries."""
@@ -386,6 +388,10 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             yield from self._coding.tensors()
         if self._pages is not None:
             yield from self._pages.tensors()
+
+    def parked_tensors(self) -> Iterator[Tensor]:
+        """Every tensor on the host that holds parked rows."""
+        yield from self._acting.parked.tensors()
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
@@ -422,6 +428,29 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         if self.pair is not None:
             self.pair.clear()
 
+    @torch.no_grad()
+    def recall(self, *, act_again: bool = False) -> None:
+        """Bring the parked rows of this layer back, as `KVCache.recall` does for all of them."""
+        if not self.method.parks:
+            raise SpecError(
+                f"{self.method} parks no rows, so none can be recalled; where it drops some, +park() keeps them."
+            )
+        if act_again and self.method.reconstructs is not None:
+            raise SpecError(
+                f"{self.method} cannot choose by a new prompt alone: it repeats the whole context. Call recall(), then "
+                "kvfoundry.compress_by_reconstruction with the ids of all that the cache has seen."
+            )
+        if self.rows is None:
+            return
+        assert self.real is not None
+        if self.evicts:
+            self.rows = self._acting.recalled(self.rows, self.real, self._heads, acts_again=act_again)
+            self.rows_lost_at, self._pages = 0, None
+            self.reconstructed, self.rests = False, not act_again
+            self.note_bytes()
+        if act_again:
+            self.prompt.begin_anew(self.seen)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take tokens back. Negative: that many of the newest; positive: down to that length (as transformers has it).
 
@@ -432,8 +461,8 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             return
         if remaining < 0:
             raise CacheStateError(f"cannot take back {-tokens_to_remove} tokens: the cache has seen {self.seen}.")
-        unfinished = self.prompt.tokens is not None and self.seen < self.prompt.tokens
-        if self.evicts and (remaining < self.rows_lost_at or unfinished or self.method.schedule.every):
+        unfinished = self.prompt.tokens is not None and not self.prompt.ended(self.seen)
+        if self.acts and (remaining < self.rows_lost_at or unfinished or self.method.schedule.every):
             raise CacheStateError(
                 f"cannot take tokens back under {self.method}: rows of the remaining tokens are already dropped. "
                 "Use fullkv for assisted or prompt-lookup decoding, or fork() the cache before trying tokens."
@@ -498,13 +527,13 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             prompt=prompt,
             rope=self.rope,
         )
-        twin._acting, twin.reconstructed = self._acting.copied(), self.reconstructed
+        twin._acting, twin.reconstructed, twin.rests = self._acting.copied(), self.reconstructed, self.rests
         twin._coding = copy.copy(self._coding)
         twin._pages = None if self._pages is None else self._pages.shared()
         twin._read_budget = self._read_budget
         twin.rows = None if self.rows is None else self.rows.shared()
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
-        twin._longest, twin._padded_to = self._longest, self._padded_to
+        twin._longest, twin._padded_to, twin._heads = self._longest, self._padded_to, self._heads
         twin.is_initialized, twin._noted = self.is_initialized, self._noted
         return twin
 

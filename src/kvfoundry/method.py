@@ -144,6 +144,11 @@ class Method:
         return self.codec is not None or self.pairs is not None
 
     @property
+    def parks(self) -> bool:
+        """True when dropped rows wait on the host until they are recalled."""
+        return self.dispose is not None and self.dispose.parks
+
+    @property
     def takes_budget(self) -> bool:
         """True when a budget parameter exists."""
         return any(name == "budget" for call in self.calls for name, _ in call.arguments)
@@ -202,7 +207,9 @@ class Method:
         query [batch, query_heads, tokens, head_dim], key and value [batch, heads, tokens, dim]: as attention sees them,
         keys after RoPE. attention_mask: [batch, tokens], 0 for padding. Returns the cache layer, with .keys, .values,
         .positions ([batch, heads, rows]), .lengths ([batch, heads]) and .nbytes; `layer.step(query, key, value)` goes
-        on from there in decode. Raises SpecError for a method that needs more of the model than these tensors.
+        on from there in decode. Under park(), .parked has the same fields for the rows on the host, .parked_nbytes
+        their bytes, and `layer.recall()` brings them back. Raises SpecError for a method that needs more of the model
+        than these tensors.
         """
         if self.needs_model is not None:
             raise SpecError(f"{self} needs {self.needs_model}, not only tensors; use it through KVCache(model).")

@@ -55,6 +55,7 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
     _check_budget(method)
     _check_schedule(method)
     _check_pairs(method)
+    _check_parking(method)
     _check_codec(method)
     return method if method.budget is None else method.replace(budget=method.budget.holding(method.protect))
 
@@ -133,6 +134,18 @@ def _check_pairs(method: Method) -> None:
         )
     if method.read is not None:
         raise SpecError(f"{method}: merged rows of two layers are not read by pages; use minicache alone.")
+
+
+def _check_parking(method: Method) -> None:
+    """Parked rows come back beside those that stayed, so these must still be what they were."""
+    if not method.parks:
+        return
+    if method.codec is not None:
+        raise SpecError(
+            f"{method}: park brings rows back as they were, but a codec rounds those that stay; use one of them."
+        )
+    if method.slot_positions:
+        raise SpecError(f"{method}: slot positions move stored keys, so parked rows do not fit; use 'original'.")
 
 
 def _codes(info: MethodInfo) -> bool:

@@ -15,6 +15,7 @@ from kvfoundry.method import Method
 PIECES = (
     "adaptive_heads()", "pyramid_layers()", "pivot_merge()", "weighted_merge()", "value_merge()", "chunks(size=4)",
     "blocks(size=8)", "critical()", "protect(sinks=1)", "schedule(every=2)", "quest(budget=64, page=4)",
+    "park()",
 )  # fmt: skip
 SCORERS = [name for name in EVICTING if kvfoundry.methods()[name].kind == "method"]
 

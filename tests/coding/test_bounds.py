@@ -240,6 +240,22 @@ def test_rows_that_are_not_finite_are_refused_before_the_first_token(which, numb
         feed("int4", rows, [40])
 
 
+def test_pruned_channels_that_the_prompt_needs_are_named(own_model):
+    """The same figure for keys that lose channels: with one channel in sixteen hardly anything is left of a key."""
+    model, ids = own_model("llama"), random_ids(1, 90)
+    cache = kvfoundry.KVCache(model, "think(ratio=0.9, window=8, recent=8)")
+    with pytest.warns(LossyCodecWarning, match=r"% of their spread .*a lower ratio"), torch.no_grad():
+        model(ids, past_key_values=cache)
+    # All channels but those that both sides leave at nothing.
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data.view(-1, 16, model.config.hidden_size)[:, [3, 11]] = 0.0
+    fine = kvfoundry.KVCache(model, "think(ratio=0.125, window=8, recent=8)")
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", LossyCodecWarning)
+        model(ids, past_key_values=fine)
+    assert max(fine.prompt.losses.by_layer.values()) < 1e-5
+
+
 def test_a_model_whose_key_channels_do_not_suit_a_codec_is_named_once(own_model):
     """B40: a warning with the measured figure, and the same sentence in the notes."""
     model, ids = own_model("qwen2"), random_ids(1, 90)

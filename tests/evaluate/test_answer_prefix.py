@@ -71,4 +71,4 @@ def test_runner_honours_prefix_and_chat_of_each_item(model, tokenizer, tmp_path)
     for made in task.made:
         ids = encode_item(tokenizer, made, True)
         assert lines[made.item]["prompt_tokens"] == len(ids) and lines[made.item]["prompt_hash"] == hash_ids(ids)
-        assert lines[made.item]["kept_rows"] == 6 + max(hidden_tokens(tokenizer, one, True) for one in task.made)
+        assert lines[made.item]["kept_rows"] == 6 + hidden_tokens(tokenizer, made, True)

@@ -53,6 +53,8 @@ def in_process(*arguments, prelude=""):
         ["eval", "--help"],
         *(["eval", task, "--help"] for task in TASKS),
         ["run", "--help"],
+        ["report", "--help"],
+        ["pick", "--help"],
         ["--version"],
         [],
     ],
@@ -89,6 +91,13 @@ def test_methods_lists_every_method(call):
 def test_run_prints_the_answer_and_the_cost(call, model_folder):
     status, out, err = call("run", "the river rose", "--model", model_folder, "--max-new-tokens", 3, "--no-chat")
     assert status == 0 and out.strip() and "3 + 3 tokens, cache" in err
+
+
+def test_run_says_what_is_parked_on_the_host(call, model_folder):
+    arguments = ("run", "the roof began to leak", "--model", model_folder, "--max-new-tokens", 2, "--no-chat")
+    status, _, err = call(*arguments, "--method", "snapkv(budget=3, window=2)+park()")
+    assert status == 0 and "MiB parked on the host" in err and "recall() brings them back" in err
+    assert "parked" not in call(*arguments, "--method", "snapkv(budget=3, window=2)")[2]
 
 
 def test_run_crosses_methods_and_budgets_over_a_file(call, model_folder, tmp_path):

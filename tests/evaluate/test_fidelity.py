@@ -41,7 +41,9 @@ def test_the_full_cache_says_what_the_model_says(model, tokenizer, text, piece):
 
 def test_the_method_acts_on_the_prefix_alone(model, tokenizer, text):
     found = forced(model, tokenizer, text, 30, SNAPKV)
-    assert found.kept_rows == 24 and found.stored_bytes < forced(model, tokenizer, text, 30).stored_bytes
+    full = forced(model, tokenizer, text, 30)
+    assert [row.rows for row in found.kept] == [24] and found.stored_bytes < full.stored_bytes
+    assert full.profiles == [None] and len(found.profiles[0]) == 90 and found.profiles[0].endswith("9" * 30)
     other = text.clone()
     other[0, -1] = 7  # the last token forced moves nothing before it
     assert torch.equal(forced(model, tokenizer, other, 30, SNAPKV).logits[:, :-1], found.logits[:, :-1])
@@ -80,6 +82,8 @@ def test_a_run_writes_a_line_per_stretch(model, tokenizer, tmp_path):
     assert outcome.failed == 0 and len(lines) == 6
     for line in lines:
         assert 78 <= line["prompt_tokens"] <= 80 and line["new_tokens"] == 20 and line["rest"] == 20
+        for text in (*line["references"], line["prediction"]):
+            assert len(tokenizer(text)["input_ids"]) == 20
         assert line["perplexity"] == pytest.approx(math.exp(line["nll"]))
         full = line["method"] == "fullkv"
         assert (line["kl"] == 0) == full and (line["nll"] == line["full_nll"]) == full
@@ -91,7 +95,7 @@ def test_a_run_writes_a_line_per_stretch(model, tokenizer, tmp_path):
     alone = tmp_path / "alone"
     evaluate(model, tokenizer, [task], [SNAPKV], out=alone)
     ours = {line["item"]: line["kl"] for line in read_lines(alone / RESULTS)}
-    assert ours == pytest.approx({line["item"]: line["kl"] for line in lines if line["method"] != "fullkv"}, rel=1e-4)
+    assert ours == pytest.approx({line["item"]: line["kl"] for line in lines if line["method"] != "fullkv"}, abs=1e-6)
 
 
 def test_stretches_of_a_file_follow_each_other(tokenizer, tmp_path):

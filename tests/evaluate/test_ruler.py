@@ -1,6 +1,7 @@
 """RULER's tasks: lengths that are met, facts that stand in the prompt, and answers that another reader finds too."""
 
 import collections
+import gzip
 import json
 import os
 import re
@@ -24,7 +25,6 @@ from kvfoundry.evaluate.tasks.ruler.variables import INTRO
 from kvfoundry.evaluate.tasks.ruler.words import ADJECTIVES, NOUNS, VERBS
 
 SHARED = Path(os.environ.get("KVFOUNDRY_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
-SHARED /= "hotpotqa_train100"
 NEEDLES = [name for name in VARIANTS if name.startswith("niah")]
 WITHOUT_DATA = [name for name, variant in VARIANTS.items() if not isinstance(variant.spec, QASpec)]
 
@@ -213,8 +213,8 @@ def test_qa_files_are_read_as_they_are_built(qa_files):
 
 def test_the_published_questions_can_be_asked(tokenizer):
     if not SHARED.is_dir():
-        pytest.skip(f"no data at {SHARED}; name the folder above it with KVFOUNDRY_DATA")
-    data = read_qa(SHARED / "hotpotqa_train100.json.gz")
+        pytest.skip(f"no data at {SHARED}; name it with KVFOUNDRY_DATA")
+    data = read_qa(SHARED / "hotpotqa_train100" / "hotpotqa_train100.json.gz")
     assert len(data.questions) == 100 and len(data.documents) > 900
     for item in ask(tokenizer, "qa_2", 4000, count=3, qa=data):
         assert 0 <= 4000 - 32 - len(encode_item(tokenizer, item, True)) < 600
@@ -322,6 +322,19 @@ def test_zeta_and_occurrences():
     assert abs(zeta(3.0) - 1.2020569031595942) < 1e-12 and abs(zeta(2.0) - 1.6449340668482264) < 1e-12
     assert abs(zeta(1.5) - 2.612375348685488) < 1e-9
     assert occurrences(100, 3, 2.0) == [60, 15, 6]
+
+
+def test_a_published_text_of_coded_words_has_the_counts_of_the_formula():
+    if not SHARED.is_dir():
+        pytest.skip(f"no data at {SHARED}; name it with KVFOUNDRY_DATA")
+    published = json.loads(gzip.decompress((SHARED / "ruler_part" / "fwe_128k.json.gz").read_bytes()))
+    text = published["input"].partition("coded words. ")[2].rpartition("\nQuestion")[0]
+    counts = [count for _, count in collections.Counter(text.split()).most_common()]
+    words = round(counts[0] * zeta(2.0))  # the only unknown
+    ours = next(
+        made for shift in range(-2, 3) if (made := occurrences(words + shift, 131072 // 50, 2.0))[0] == counts[0]
+    )
+    assert ours[:100] == counts[:100] and sum(count > 0 for count in ours) == len(counts)
 
 
 def test_an_essay_gives_exactly_its_first_words():

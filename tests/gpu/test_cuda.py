@@ -12,6 +12,8 @@ from tiny_models import EVICTABLE, FAMILIES, random_ids
 from transformers import PreTrainedModel
 
 import kvfoundry
+from kvfoundry.layouts.base import RowsView
+from kvfoundry.layouts.parked import ParkedRows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -106,3 +108,51 @@ def test_memory_is_really_freed(family, cuda_model) -> None:
     # The allocator rounds every tensor up to 512 bytes.
     tensors = sum(1 for layer in cache.attention_layers for _ in layer.tensors())
     assert grown <= cache.nbytes + 512 * (tensors + 8)
+
+
+def test_parked_rows_arrive_whole_however_busy_the_device_is() -> None:
+    """B52: rows that are still being computed are parked, their memory is overwritten at once, and the host reads."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    load = torch.randn(3000, 3000, device="cuda", generator=generator)
+    for turn in range(200):
+        busy = load
+        for _ in range(3):
+            busy = busy @ load / 60
+        source = torch.randn(2, 3, 64, 32, device="cuda", generator=generator)
+        expected = source.clone()
+        keys = source + busy.sum() * 0
+        view = RowsView(keys, keys * 2, torch.arange(64, device="cuda").expand(2, 1, -1), torch.full((2, 3), 64))
+        leaving = torch.rand(2, 3, 64, device="cuda", generator=generator) < 0.5
+        parked = ParkedRows().joined_by(view, leaving, leaving.sum(-1).cpu())
+        keys.fill_(turn)
+        held = parked.view()
+        for row, head in ((0, 0), (1, 2)):
+            at = leaving[row, head].nonzero().flatten()
+            count = int(held.lengths[row, head])
+            assert held.positions[row, head, :count].tolist() == at.tolist()
+            assert torch.equal(held.keys[row, head, :count], expected[row, head, at].cpu())
+            assert torch.equal(held.values[row, head, :count], 2 * expected[row, head, at].cpu())
+        assert all(tensor.is_pinned() for tensor in parked.tensors())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", ["snapkv(budget=100, window=8)", "h2o(budget=100, window=8, granularity=query_head)"])
+def test_parked_rows_leave_the_device_and_come_back_bit_for_bit(spec, dtype, cuda_model) -> None:
+    model = cuda_model("llama", dtype)
+    ids = random_ids(1, 1000, seed=5).cuda()
+    full, cache = kvfoundry.KVCache(model), kvfoundry.KVCache(model, f"{spec}+park()")
+    with torch.inference_mode():
+        model(ids, None, None, full, logits_to_keep=1)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        model(ids, None, None, cache, logits_to_keep=1)
+        torch.cuda.synchronize()
+        grown = torch.cuda.memory_allocated() - before
+        tensors = sum(1 for layer in cache.attention_layers for _ in layer.tensors())
+        assert grown <= cache.nbytes + 512 * (tensors + 8) and cache.parked_nbytes > 0
+        assert not any(tensor.is_cuda for layer in cache.attention_layers for tensor in layer.parked_tensors())
+        cache.recall()
+        for layer, other in zip(cache.layers, full.layers, strict=True):
+            assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
+        found, expected = (model(ids[:, :5], None, None, each).logits for each in (cache, full))
+    assert torch.equal(found, expected)

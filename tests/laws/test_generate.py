@@ -102,10 +102,34 @@ def test_beams_and_several_sequences_equal_the_models_own(family, tiny_model, re
     assert kvfoundry.generate(model, tokenizer, PROMPTS, max_new_tokens=12, **options) == expected
 
 
+# Small enough that ten steps write new codes.
+CODED = [
+    "int4(group=16, residual=8)",
+    "rotate()+int4(group=16)",
+    "fp8",
+    "kivi(bits=2, group=8, residual=8)",
+    "kvquant(bits=3, outliers=0.05)",
+    "gear(bits=4, rank=2, block=8, group=16)",
+    "think(ratio=0.5, window=8, recent=4, block=4)",
+    "minicache(start=0.5)",
+    "snapkv(budget=16, window=4)+kivi(bits=4, group=8, residual=8)",
+]
+
+
 @pytest.mark.parametrize(("name", "given"), granularities(EVICTING))
 def test_every_beam_has_the_score_of_its_own_sequence(name, given, tiny_model):
     """B33: the score of a beam, reordered many times, equals that of its tokens fed alone to a new cache."""
-    model, spec, ids = tiny_model("llama"), small_spec(name, **given), random_ids(1, 30, seed=11)
+    _check_beams(tiny_model("llama"), small_spec(name, **given))
+
+
+@pytest.mark.parametrize("spec", CODED)
+def test_every_beam_of_a_coded_cache_has_the_score_of_its_own_sequence(spec, tiny_model):
+    """B33: codes, scales, outliers, factors, pairs and tails follow the beams together."""
+    _check_beams(tiny_model("llama"), spec)
+
+
+def _check_beams(model, spec):
+    ids = random_ids(1, 30, seed=11)
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), past_key_values=kvfoundry.KVCache(model, spec), max_new_tokens=10,
         num_beams=4, num_return_sequences=4, length_penalty=0.0, do_sample=False, pad_token_id=0,

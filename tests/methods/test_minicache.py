@@ -17,12 +17,13 @@ import kvfoundry
 from kvfoundry.codecs.minicache import LayerPairs, merge_rows
 from kvfoundry.errors import CacheStateError, DataError, SpecError, UnsupportedModelError
 from kvfoundry.kernels.attention import backend
-from kvfoundry.layer import CacheLayer, Prompt
+from kvfoundry.layer import CacheLayer
 from kvfoundry.layouts.base import Reading
 from kvfoundry.layouts.pair_store import MiniCachePairStore
 from kvfoundry.layouts.paired import PairedRows
 from kvfoundry.method import Method
 from kvfoundry.pairing import LayerPair, far_apart
+from kvfoundry.prompt import Prompt
 
 from .support import LargestTensor
 

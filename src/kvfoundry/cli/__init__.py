@@ -15,6 +15,8 @@ from kvfoundry.cli.demo import demo
 from kvfoundry.cli.evaluation import eval_app
 from kvfoundry.cli.methods import methods
 from kvfoundry.cli.options import Interrupted
+from kvfoundry.cli.pick import pick
+from kvfoundry.cli.report import report
 from kvfoundry.cli.run import run
 from kvfoundry.errors import KVFoundryError
 
@@ -30,6 +32,8 @@ app.command()(run)
 app.command()(methods)
 app.command()(calibrate)
 app.add_typer(eval_app, name="eval")
+app.command()(report)
+app.command()(pick)
 app.add_typer(analyze_app, name="analyze")
 
 # typer exports no name for the base of its usage errors; BadParameter is the one public member of that family.

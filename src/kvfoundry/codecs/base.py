@@ -165,6 +165,11 @@ class RowsCodec(ABC):
         """Whether it works with the RoPE of the model."""
         return False
 
+    @property
+    def remedy(self) -> str:
+        """What to do where the codec loses too much of a model's keys: the end of a sentence."""
+        return "use more bits"
+
     def fitted(self, shape: ModelShape) -> RowsCodec:
         """The codec for one model; SpecError when it was calibrated on another. Called when a cache is built."""
         return self
@@ -209,6 +214,11 @@ class KVCodec(RowsCodec):
     def needs_rope(self) -> bool:
         """Whether one of the sides works with the RoPE of the model."""
         return self.keys.needs_rope or self.values.needs_rope
+
+    @property
+    def remedy(self) -> str:
+        """More bits, or a rotation where there is none yet."""
+        return "add rotate() or use more bits" if self.rotation is None else "use more bits"
 
     def fitted(self, shape: ModelShape) -> KVCodec:
         """The pair for one model."""

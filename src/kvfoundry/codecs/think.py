@@ -40,6 +40,10 @@ class KeyChannels(RowsCodec):
     def window(self) -> int:
         return self.size
 
+    @property
+    def remedy(self) -> str:
+        return "prune fewer channels (a lower ratio)"
+
     def store(self, view: RowsView, query: Tensor | None) -> Layout:
         from kvfoundry.layouts.base import split_groups
         from kvfoundry.layouts.channel_pruned import ChannelPrunedRows

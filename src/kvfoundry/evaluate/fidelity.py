@@ -14,21 +14,23 @@ from torch import Tensor
 from kvfoundry import compat
 from kvfoundry.cache import KVCache
 from kvfoundry.generation import read_prompt
+from kvfoundry.kept import Kept, kept_by_row
 
 
 @dataclass(frozen=True)
 class Forced:
     """What the model says behind each of the last tokens of a text, and what its cache cost.
 
-    logits: [batch, rest, vocabulary] in float32. Bytes and rows are those after the prefix, times in seconds; bytes and
-    times are of the whole batch.
+    logits: [batch, rest, vocabulary] in float32. Bytes, and the rows kept by each text, are those after the prefix;
+    the profiles are those at the end of the text. Times in seconds; bytes and times are of the whole batch.
     """
 
     logits: Tensor
     stored_bytes: int
     peak_bytes: int
-    kept_rows: float
-    kept_share: float
+    parked_bytes: int
+    kept: list[Kept]
+    profiles: list[str | None]
     prefix_seconds: float
     seconds: float
     notes: list[str]
@@ -63,7 +65,9 @@ def force(
     read_prompt(model, tokenizer, cache, ids[:, :prefix], mask[:, :prefix], prefill_chunk)
     _wait(ids)
     prefix_seconds = time.perf_counter() - began
-    cost = (cache.nbytes, cache.peak_nbytes, cache.kept_rows, cache.kept_share)
+    cost = (cache.nbytes, cache.peak_nbytes, cache.parked_nbytes)
+    kept = kept_by_row(cache)
+    resumed = time.perf_counter()
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     parts = []
     for start in range(prefix, ids.shape[1], piece):
@@ -75,7 +79,9 @@ def force(
         parts.append(output.logits.float())
     logits = torch.cat(parts, dim=1)
     _wait(ids)
-    return Forced(logits, *cost, prefix_seconds, time.perf_counter() - began, list(cache.notes))
+    seconds = prefix_seconds + time.perf_counter() - resumed
+    profiles = [row.profile for row in kept_by_row(cache)]
+    return Forced(logits, *cost, kept, profiles, prefix_seconds, seconds, list(cache.notes))
 
 
 def _wait(tensor: Tensor) -> None:

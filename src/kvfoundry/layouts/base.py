@@ -39,6 +39,14 @@ def split_groups(column: Tensor, groups: int) -> Tensor:
     return column.transpose(2, 3).reshape(batch, heads * groups, rows, 1)
 
 
+def joined_groups(column: Tensor, groups: int) -> Tensor:
+    """The reverse of `split_groups`: one entry per query head, [batch, heads, rows, groups]."""
+    if groups == 1:
+        return column
+    batch, heads, rows = column.shape[:3]
+    return column.reshape(batch, heads // groups, groups, rows).transpose(2, 3).contiguous()
+
+
 def owned(tensor: Tensor) -> Tensor:
     """The tensor itself when it alone fills its storage in order, else a compact copy."""
     exact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
@@ -156,6 +164,17 @@ class Layout(ABC):
     @abstractmethod
     def view(self) -> RowsView:
         """The rows as rectangles: no copy for a dense layout, a padded copy for a ragged one."""
+
+    def coded_span(self) -> tuple[int, int]:
+        """First and last slot (exclusive) of the rows that a codec wrote in every head alike; empty without one."""
+        return 0, 0
+
+    def coded_keys(self, start: int, stop: int, view: RowsView) -> Tensor:
+        """Keys of such slots as attention reads them: [batch, heads, stop - start, head_dim].
+
+        view: the rows before they were written.
+        """
+        return view.keys[:, :, start:stop]
 
     @abstractmethod
     def stretches(self) -> Stretches:

@@ -77,6 +77,13 @@ class ChannelPrunedRows(Layout):
         whole = RowsView(keys, old.values, old.positions, old.lengths)
         return joined(whole, self._tail.view(), self._columns)
 
+    def coded_span(self) -> tuple[int, int]:
+        return 0, int(self._old.lengths.min()) if self._old.lengths.numel() else 0
+
+    def coded_keys(self, start: int, stop: int, view: RowsView) -> Tensor:
+        pruned = self._old.view().keys[:, :, start:stop]
+        return with_all_channels(pruned, self.channels, self._head_dim)
+
     def stretches(self) -> Stretches:
         raise CacheStateError("keys without some of their channels are not read by pages.")
 

@@ -107,6 +107,12 @@ class CodedRows(Layout):
         rows = side.tile(0, self._width, self._dtype, self._positions)
         return rows.masked_fill((self._positions < 0)[..., None], 0.0)
 
+    def coded_span(self) -> tuple[int, int]:
+        return int(self.keys.firsts.max()), int((self.keys.firsts + self.keys.counts).min())
+
+    def coded_keys(self, start: int, stop: int, view: RowsView) -> Tensor:
+        return self.keys.tile(start, stop, view.keys.dtype, view.positions[:, :, start:stop])
+
     def stretches(self) -> Stretches:
         batch, heads = self._lengths.shape
         starts = torch.arange(batch * heads, device=self._positions.device).view(batch, heads) * self._width

@@ -44,7 +44,7 @@ def take_in(
     span = block.query_heads(groups)
     asked, positions = query[block.batch, span], query_positions[block.batch]
     visibility = reading.visibility(positions, block.positions, own=False, complete=block.complete)
-    step = query_block(asked.shape[0], asked.shape[1], block.keys.shape[2])
+    step = query_block(asked.device, asked.shape[0], asked.shape[1], block.keys.shape[2])
     for start in range(0, asked.shape[2], step):
         at = slice(start, min(start + step, asked.shape[2]))
         seen = None if visibility.pattern == "full" else visibility.block(at.start, at.stop)

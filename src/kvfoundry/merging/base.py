@@ -21,6 +21,11 @@ class Disposal(ABC):
         """True when `observe` must see every call, not only those after which rows are evicted."""
         return False
 
+    @property
+    def parks(self) -> bool:
+        """True when dropped rows are kept on the host, to come back when they are recalled."""
+        return False
+
     def observe(self, evidence: Evidence) -> Columns:
         """Statistics to store with the rows after a call, as `Score.observe`."""
         return {}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvfoundry.layouts.base import Layout
+from kvfoundry.layouts.base import Layout, RowsView
 from kvfoundry.layouts.dense import DenseRows
 from kvfoundry.selection.evidence import Evidence
 from kvfoundry.selection.keep import kept_mask
@@ -17,10 +18,14 @@ if TYPE_CHECKING:
     from kvfoundry.method import Method
 
 
-def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor) -> Layout:
+# Told which rows go: the rows, a boolean mask [batch, heads, rows], and how many per head [batch, heads] on the CPU.
+Leaving = Callable[[RowsView, Tensor, Tensor], None]
+
+
+def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor, leaving: Leaving | None = None) -> Layout:
     """The layout after an eviction down to `rows` ([batch] per head on average); itself when nothing had to go.
 
-    `evidence.rows` must be the view of `layout`.
+    `evidence.rows` must be the view of `layout`. leaving: called with the rows of a method that parks them.
     """
     if method.score is None:
         return layout
@@ -39,7 +44,10 @@ def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor) -> L
     if bool((counts >= view.lengths).all()):
         return unchanged
     if method.dispose is not None:
-        view = method.dispose(evidence, kept_mask(slots, view), scores)
+        kept = kept_mask(slots, view)
+        if method.parks and leaving is not None:
+            leaving(view, view.valid & ~kept, view.lengths - counts)
+        view = method.dispose(evidence, kept, scores)
     return layout.kept(view, slots, counts)
 
 

@@ -57,23 +57,25 @@ _COLUMNS = {
 }
 _OF_ANSWERS = ("score", "exact", "stored", "kept", "ms", "first")
 _OF_FIDELITY = ("score", "kl", "nll", "stored", "kept", "ms")
+# Where rows name their task too, a terminal of 80 columns has no room for these.
+_LEFT_OUT = ("exact", "first")
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The summary rows as a table on stdout."""
+    """Rows of a summary, or those of the board that have no task, as a table on stdout."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    several = len({row["task"] for row in rows}) > 1
+    several = len({row.get("task") for row in rows}) > 1
     if several:
         table.add_column("task", overflow="fold")
     table.add_column("method", overflow="fold", min_width=24)
     table.add_column("items", justify="right")
     shown = _OF_FIDELITY if all("kl" in row for row in rows) else _OF_ANSWERS
-    columns = [_COLUMNS[name] for name in shown]
+    columns = [_COLUMNS[name] for name in shown if not (several and name in _LEFT_OUT)]
     for heading, *_ in columns:
         table.add_column(heading, justify="right")
     for row in rows:
@@ -117,11 +119,16 @@ def finish(outcome: "Outcome", as_json: bool, picture: Path | None = None, **mor
     """Print what came out, with `more` in the JSON form; leave with 1 when items failed."""
     drawn = {"picture": str(picture)} if picture else {}
     if as_json:
-        record = {"rows": outcome.rows, "failed": outcome.failed, "report": str(outcome.report), **drawn, **more}
-        typer.echo(json.dumps(record, indent=1))
+        record = {"rows": outcome.rows, "warnings": outcome.flags, "failed": outcome.failed}
+        typer.echo(json.dumps({**record, "report": str(outcome.report), **drawn, **more}, indent=1))
     else:
         print_table(outcome.rows)
+        if len(outcome.rows) > len(outcome.board):
+            typer.echo("mean over the tasks:")
+            print_table(outcome.board)
         print_extra_table(outcome.rows)
+        for flag in outcome.flags:
+            typer.echo(f"warning: {flag['message']}.", err=True)
         for name, path in {"report": str(outcome.report), **drawn}.items():
             typer.echo(f"{name}: {path}")
     if outcome.failed:

@@ -202,6 +202,7 @@ class BabilongTask:
     def settings(self) -> dict[str, Any]:
         return {
             "items": self.items_per_file,
+            "chance": 1 / len(QUESTIONS[self.family].labels),  # of a guess among the possible answers
             "files": [str(file.records.path) for file in self.files],
             "skipped_records": sum(len(file.records.damaged) for file in self.files),
         }

@@ -83,7 +83,7 @@ class FidelityTask:
             Item(
                 item=f"P{self.prefix}-R{self.rest}-{number}",
                 prompt=text,
-                references=(),
+                references=(tokenizer.decode(encode_prompt(tokenizer, text, chat=False)[-self.rest :]),),
                 max_new_tokens=0,
                 chat=False,
                 cell={"prefix": self.prefix, "rest": self.rest, "repeat": number},
@@ -126,7 +126,10 @@ class FidelityTask:
     def measure(
         self, model: Any, tokenizer: Any, method: Any, items: Sequence[Item], prefill_chunk: int | None
     ) -> list[dict[str, Any]]:
-        """One result line's fields per item; `score` is the agreement on the most likely next token."""
+        """One result line's fields per item.
+
+        `score` is the agreement on the most likely next token, `prediction` these tokens, each behind the text's own.
+        """
         texts = [item.prompt for item in items]
         ids, mask = encode(tokenizer, texts, chat=False)
         force_on = partial(force, model, tokenizer, ids, mask, self.rest, piece=self.piece, prefill_chunk=prefill_chunk)
@@ -138,7 +141,7 @@ class FidelityTask:
             found = compare(full[row], forced.logits[row], ids[row, -self.rest :])
             lines.append(
                 {
-                    "prediction": "",
+                    "prediction": tokenizer.decode(forced.logits[row].argmax(-1).tolist()),
                     "score": found.agreement,
                     "exact": found.agreement == 1.0,
                     "kl": found.kl,
@@ -150,9 +153,11 @@ class FidelityTask:
                     "new_tokens": self.rest,
                     "stored_bytes": forced.stored_bytes // len(items),
                     "peak_bytes": forced.peak_bytes // len(items),
+                    "parked_bytes": forced.parked_bytes // len(items),
                     "full_bytes": full_cache_bytes(model, prefix),
-                    "kept_rows": forced.kept_rows,
-                    "kept_share": forced.kept_share,
+                    "kept_rows": forced.kept[row].rows,
+                    "kept_share": forced.kept[row].share,
+                    "kept_profile": forced.profiles[row],
                     "ttft_seconds": forced.prefix_seconds,
                     "ms_per_token": 1e3 * (forced.seconds - forced.prefix_seconds) / self.rest,
                     "seconds": forced.seconds,

@@ -10,11 +10,14 @@ from kvfoundry.visibility import Visibility
 
 # Upper bound on the elements of one block of logits: 16M elements are 64 MiB in float32.
 _BLOCK_ELEMENTS = 1 << 24
+# A GPU has room for larger blocks, and there every block costs the launch of a dozen kernels.
+_GPU_BLOCKS = 8
 
 
-def query_block(batch: int, heads: int, rows: int) -> int:
+def query_block(device: torch.device, batch: int, heads: int, rows: int) -> int:
     """How many queries to take at once so that a block of logits stays within the bound."""
-    return max(1, _BLOCK_ELEMENTS // max(1, batch * heads * rows))
+    elements = _BLOCK_ELEMENTS * (_GPU_BLOCKS if device.type == "cuda" else 1)
+    return max(1, elements // max(1, batch * heads * rows))
 
 
 def attention_weights(
@@ -57,7 +60,7 @@ def attend(
     batch, query_heads, queries, _ = query.shape
     heads, rows, value_dim = key.shape[1], key.shape[2], value.shape[3]
     groups = query_heads // heads
-    step = query_block(batch, query_heads, rows)
+    step = query_block(query.device, batch, query_heads, rows)
     outputs = []
     for start in range(0, queries, step):
         stop = min(start + step, queries)

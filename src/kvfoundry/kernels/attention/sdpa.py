@@ -31,7 +31,7 @@ def attend(
         packed = query.reshape(batch, heads, groups * queries, head_dim)
         output = F.scaled_dot_product_attention(packed, key, value, scale=scaling)
         return output.reshape(batch, query_heads, queries, value.shape[3])
-    step = naive.query_block(batch, query_heads, rows)
+    step = naive.query_block(query.device, batch, query_heads, rows)
     outputs = []
     for start in range(0, queries, step):
         stop = min(start + step, queries)

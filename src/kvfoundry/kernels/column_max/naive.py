@@ -23,7 +23,7 @@ def column_max(
     """
     batch, query_heads, queries, _ = query.shape
     largest = torch.zeros(batch, query_heads, key.shape[2], dtype=torch.float32, device=query.device)
-    step = query_block(batch, query_heads, key.shape[2])
+    step = query_block(query.device, batch, query_heads, key.shape[2])
     for start in range(0, queries, step):
         stop = min(start + step, queries)
         seen = visibility.block(start, stop)

@@ -24,7 +24,7 @@ def column_sums(
     batch, query_heads, queries, _ = query.shape
     rows = key.shape[2]
     total = torch.zeros(batch, query_heads, rows, dtype=torch.float32, device=query.device)
-    step = query_block(batch, query_heads, rows)
+    step = query_block(query.device, batch, query_heads, rows)
     for start in range(0, queries, step):
         stop = min(start + step, queries)
         reach = stop if visibility.pattern == "causal" else rows
