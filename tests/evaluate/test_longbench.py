@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from kvfoundry.cli import main
 from kvfoundry.errors import DataError, MissingExtraError
 from kvfoundry.evaluate.prompts import cut_middle, encode_prompt, fit, kept_ends, line_stops
-from kvfoundry.evaluate.results import META, RESULTS, SUMMARY, read_lines
+from kvfoundry.evaluate.results import META, REPORT, RESULTS, SUMMARY, read_lines
 from kvfoundry.evaluate.scores import extra
 from kvfoundry.evaluate.tasks.base import TaskError
 from kvfoundry.evaluate.tasks.longbench import LongBenchTask
@@ -308,8 +308,10 @@ def test_the_command(call, folder, model_folder, tmp_path):
     rows = {(row["task"], row["method"]): row for row in json.loads(out)["rows"]}
     assert {task for task, _ in rows} == {"longbench_hotpotqa", "longbench_trec"} and len(rows) == 4
     row = rows["longbench_hotpotqa", "fullkv"]
-    assert row["items"] == 3 and row["notes"] == ["prompts of kvfoundry-1: not the published wording, so scores do not "
-                                                  "compare with published ones"]  # fmt: skip
+    assert row["items"] == 3
+    assert row["task_notes"] == [
+        "prompts of kvfoundry-1: not the published wording, so scores do not compare with published ones"
+    ]
     assert row["published_form"].keys() == {"score", "0-4k", "4-8k", "8k+"}
     lines = read_lines(tmp_path / "out" / RESULTS)
     assert all(line["prompt_tokens"] <= 512 - 32 and line["cut"] for line in lines)
@@ -317,6 +319,8 @@ def test_the_command(call, folder, model_folder, tmp_path):
     record = json.loads((tmp_path / "out" / META).read_text())["arguments"]["tasks"][0]
     assert record["prompts"] == "kvfoundry-1" and record["published_prompt"] is False and record["samples"] == 3
     assert json.loads((tmp_path / "out" / SUMMARY).read_text())["rows"]
+    page = (tmp_path / "out" / REPORT).read_text()
+    assert "What to know of the tasks" in page and "scores do not compare with published ones" in page
     status, out, err = call(*arguments, "--resume")
     assert status == 0 and "score in %" in out and "4-8k" in out
 

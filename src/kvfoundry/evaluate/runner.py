@@ -188,8 +188,11 @@ def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], op
         measured = {name: getattr(generation, name) for name in _MEASURED}
         if isinstance(task, ScoringTask):
             measured |= task.more_scores(question.item, generation.text)
-        notes = [*question.item.notes, *generation.notes]
-        lines.append({"prediction": generation.text, "score": score, "exact": exact, **measured, "notes": notes})
+        if question.item.notes:
+            measured["task_notes"] = list(question.item.notes)
+        lines.append(
+            {"prediction": generation.text, "score": score, "exact": exact, **measured, "notes": list(generation.notes)}
+        )
     return lines
 
 

@@ -55,7 +55,8 @@ def summarise(lines: Iterable[Line]) -> list[dict[str, Any]]:
                 **by_length(scores, [line["length"] for line in done]),
             }
         row["seconds"] = sum(line["seconds"] for line in done if line.get("seconds") is not None)
-        row["notes"] = list(dict.fromkeys(note for line in done for note in line.get("notes", ())))
+        for field in ("notes", "task_notes"):
+            row[field] = list(dict.fromkeys(note for line in done for note in line.get(field, ())))
         rows.append(row)
     return rows
 
