@@ -8,6 +8,7 @@ from importlib.resources import files
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -15,7 +16,9 @@ from kvfoundry.cli import main
 from kvfoundry.errors import DataError, MissingExtraError
 from kvfoundry.evaluate.prompts import cut_middle, encode_prompt, fit, kept_ends, line_stops
 from kvfoundry.evaluate.results import META, REPORT, RESULTS, SUMMARY, read_lines
+from kvfoundry.evaluate.runner import spread
 from kvfoundry.evaluate.scores import extra
+from kvfoundry.evaluate.tasks import longbench
 from kvfoundry.evaluate.tasks.base import TaskError
 from kvfoundry.evaluate.tasks.longbench import LongBenchTask
 from kvfoundry.evaluate.tasks.longbench_data import folder_source, hub_source, load_data
@@ -138,18 +141,25 @@ def test_code_may_lie_in_the_context_alone(tmp_path):
 
 
 def test_the_archive_of_the_hub(folder, tmp_path, monkeypatch):
-    def fetch(repository, name, repo_type):
-        assert (repository, name, repo_type) == ("THUDM/LongBench", "data.zip", "dataset")
+    asked = []
+
+    def fetch(repository, name, repo_type, local_files_only=False):
+        asked.append((repository, name, repo_type, local_files_only))
+        if local_files_only:
+            raise LocalEntryNotFoundError("not here")
         with zipfile.ZipFile(tmp_path / name, "w") as archive:
             archive.write(folder / "hotpotqa.jsonl", "data/hotpotqa.jsonl")
         return str(tmp_path / name)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url, timeout: asked.append(url))
     source = hub_source()
     from_hub, from_folder = (load_data(DATA_SETS["hotpotqa"], each) for each in (source, folder_source(folder)))
     assert from_hub.samples == from_folder.samples and from_hub.digest == from_folder.digest
     with pytest.raises(DataError, match=r"trec.jsonl is not in the archive .* --data-dir"):
         load_data(DATA_SETS["trec"], source)
+    place = ("THUDM/LongBench", "data.zip", "dataset")
+    assert asked[0] == (*place, True) and asked[1].endswith("/data.zip") and asked[2:] == [(*place, False)]
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -234,6 +244,7 @@ def test_a_cut_that_grows_in_the_round_trip_is_made_smaller(letters):
 
 
 def test_items_follow_the_rule_of_their_data_set(folder, letters):
+    pytest.importorskip("rouge")
     hotpot = task_of(folder, "hotpotqa", positions=600).items(letters, True, 0)
     assert {len(encode_prompt(letters, item.prompt, True)) for item in hotpot} <= {600 - 33, 600 - 32}
     assert all(item.chat is None and item.max_new_tokens == 32 and item.cell["cut"] for item in hotpot)
@@ -258,6 +269,14 @@ def test_the_published_length_leaves_the_template_out(folder, letters):
 def test_a_cut_that_takes_part_of_the_question_leaves_its_end(folder, letters):
     item = task_of(folder, "hotpotqa", max_length=20).items(letters, False, 0)[0]
     assert item.prompt.endswith(item.question) and item.question.endswith("k?\nAnswer:")
+
+
+def test_only_the_items_that_are_asked_for_are_cut(folder, letters, monkeypatch):
+    task = task_of(folder, "hotpotqa", positions=600)
+    cut = []
+    monkeypatch.setattr(longbench, "fit", lambda tokenizer, text, chat, most: cut.append(text) or text)
+    assert [item.item for item in spread(task.items(letters, True, 0), 2)] == ["id0", "id1"] and len(cut) == 2
+    assert [item.item for item in task.items(letters, True, 0)[1:]] == ["id1", "id2"] and len(cut) == 4
 
 
 def test_scores_by_the_rule_of_the_data_set(folder, letters):
@@ -346,8 +365,8 @@ def test_bad_input_is_one_line(call, folder, tmp_path, monkeypatch):
     for message, *arguments in (
         ("cannot be fetched from the hub (THUDM/LongBench: no route to the hub)", "--datasets", "hotpotqa"),
         ("did you mean 'hotpotqa'", "--datasets", "hotpotaq"),
-        ("does not exist", "--data-dir", tmp_path / "none"),
-        ("no lcc.jsonl or lcc.jsonl.gz", "--datasets", "lcc", "--data-dir", folder),
+        ("does not exist", "--datasets", "trec", "--data-dir", tmp_path / "none"),
+        ("no musique.jsonl or musique.jsonl.gz", "--datasets", "musique", "--data-dir", folder),
         ("no trec_e.jsonl", "--datasets", "trec", "--data-dir", folder, "--e"),
         ("line 2 has no list of texts in field 'answers'", "--datasets", "musique", "--data-dir", tmp_path),
         ("cannot be read", "--datasets", "hotpotqa", "--prompts", tmp_path / "none.json"),

@@ -50,7 +50,7 @@ class Questions(Protocol):
         """JSON values; two runs with equal settings have equal items."""
         ...
 
-    def items(self, tokenizer: Any, chat: bool, seed: int) -> list[Item]:
+    def items(self, tokenizer: Any, chat: bool, seed: int) -> Sequence[Item]:
         """The items; lengths are in tokens of `tokenizer`, the chat template included when `chat`."""
         ...
 

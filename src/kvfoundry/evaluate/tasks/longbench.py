@@ -3,6 +3,7 @@
 Source: Bai et al., LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding, arXiv 2308.14508.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -72,10 +73,12 @@ class LongBenchTask:
             "max_length": self.max_length,
         }
 
-    def items(self, tokenizer: Any, chat: bool, seed: int) -> list[Item]:
-        return [self._item(sample, tokenizer, chat and self.data_set.chat) for sample in self.data.samples]
+    def items(self, tokenizer: Any, chat: bool, seed: int) -> Sequence[Item]:
+        """One item per sample; a long prompt is cut when its item is looked at, so that a few of many cost little."""
+        return _Items(self, tokenizer, chat and self.data_set.chat)
 
-    def _item(self, sample: LongSample, tokenizer: Any, chat: bool) -> Item:
+    def item(self, sample: LongSample, tokenizer: Any, chat: bool) -> Item:
+        """The question of one sample; chat: its prompt goes into the template."""
         whole = self.prompts.fill(self.data_set, sample.context, sample.given)
         if self.max_length is not None:
             prompt = cut_middle(tokenizer, whole, self.max_length)
@@ -108,6 +111,22 @@ class LongBenchTask:
             first_line_only=self.data_set.first_line,
         )
         return value, value == 1.0
+
+
+class _Items(Sequence[Item]):
+    """The items of a task, each built when it is asked for."""
+
+    def __init__(self, task: LongBenchTask, tokenizer: Any, chat: bool):
+        self._task, self._tokenizer, self._chat = task, tokenizer, chat
+
+    def __len__(self) -> int:
+        return len(self._task.data.samples)
+
+    def __getitem__(self, place: Any) -> Any:
+        found = self._task.data.samples[place]
+        if isinstance(place, slice):
+            return [self._task.item(sample, self._tokenizer, self._chat) for sample in found]
+        return self._task.item(found, self._tokenizer, self._chat)
 
 
 def _shared_end(first: str, second: str) -> str:

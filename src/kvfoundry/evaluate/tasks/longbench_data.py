@@ -74,12 +74,10 @@ def hub_source() -> Source:
     Raises:
         DataError: the hub cannot be reached, or the archive is not what it was; from the source, no such file.
     """
-    from huggingface_hub import hf_hub_download
-
     from kvfoundry.embedded import first_line
 
     try:
-        path = Path(hf_hub_download(_REPOSITORY, _ARCHIVE, repo_type="dataset"))
+        path = _fetched()
         archive = zipfile.ZipFile(path)
     except Exception as error:  # the errors of the hub's client have no common base
         raise DataError(
@@ -94,6 +92,19 @@ def hub_source() -> Source:
         raise DataError(f"{stem}.jsonl is not in the archive {path} of the hub; give a folder as --data-dir.")
 
     return read
+
+
+def _fetched() -> Path:
+    """The archive in the hub's cache, put there first where it is missing."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(_REPOSITORY, _ARCHIVE, repo_type="dataset", local_files_only=True))
+    except LocalEntryNotFoundError:
+        # Fails at once where there is no way to the hub; the download itself would go on trying for half a minute.
+        get_hf_file_metadata(hf_hub_url(_REPOSITORY, _ARCHIVE, repo_type="dataset"), timeout=10)
+        return Path(hf_hub_download(_REPOSITORY, _ARCHIVE, repo_type="dataset"))
 
 
 def load_data(data_set: DataSet, source: Source, *, e: bool = False, skip_damaged: bool = False) -> LongData:
