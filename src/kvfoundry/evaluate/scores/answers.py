@@ -4,8 +4,6 @@ Source: YaoJiayi/CacheBlend, example/utils.py. The reference counts F1 over the 
 over words, so that scores of models with different tokenizers compare.
 """
 
-from collections.abc import Callable, Sequence
-
 from kvfoundry.evaluate.scores.longbench import first_line
 from kvfoundry.evaluate.scores.words import bag_f1, normal_form
 
@@ -23,9 +21,9 @@ def given_answer(prediction: str) -> str:
     return line
 
 
-def answer_f1(prediction: str, answer: str, tokens: Callable[[str], Sequence[str]] = str.split) -> float:
-    """F1 over the `tokens` of the normal forms; where a side has none, 1 if both have none and else 0."""
-    found, wanted = (tokens(normal_form(text)) for text in (given_answer(prediction), answer))
+def answer_f1(prediction: str, answer: str) -> float:
+    """F1 over the words of the normal forms; where a side has none, 1 if both have none and else 0."""
+    found, wanted = (normal_form(text).split() for text in (given_answer(prediction), answer))
     return bag_f1(found, wanted) if found and wanted else float(not found and not wanted)
 
 
