@@ -57,7 +57,7 @@ def main() -> None:
     full = logits(model, tokenizer, None, windows)
     tokens = arguments.windows * (WINDOW - PROMPT)
     results: dict[str, Any] = {"model": arguments.model, "text": str(arguments.text and arguments.text.name),
-                               "tokens": tokens, "prompt": PROMPT, "piece": PIECE, "torch": torch.__version__,
+                               "tokens": tokens, "prompt": PROMPT, "torch": torch.__version__,
                                "methods": {}}  # fmt: skip
     if arguments.out.exists():  # other specs measured before stay
         results["methods"] = json.loads(arguments.out.read_text())["methods"]
@@ -70,6 +70,7 @@ def main() -> None:
         entry = {
             "kl": fmean(one.kl for one in found),
             "top1_agreement": fmean(one.agreement for one in found),
+            "piece": PIECE,
             "seconds": round(time.perf_counter() - began, 1),
         }
         results["methods"][str(method)] = entry
@@ -85,9 +86,8 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# Codecs",
         "",
-        f"Made by `python benchmarks/codec_fidelity.py`: {results['model']}, {results['tokens']} tokens of essays under "
-        "teacher forcing",
-        f"(prompts of {results['prompt']} tokens, the rest in pieces of at most {results['piece']}), against the full "
+        f"Made by `python benchmarks/codec_fidelity.py`: {results['model']}, {results['tokens']} tokens of essays",
+        f"under teacher forcing (prompts of {results['prompt']} tokens, the rest in pieces of 8 or 32), against the full",
         "cache; figures in",
         "`benchmarks/results/codec_fidelity.json`. *Share of bf16*: summed storages at 4,096 tokens and head size 128,",
         "positions and whole newest rows included, from `benchmarks/codec_bytes.py`.",
