@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import commands_of, run_on_tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -217,6 +218,19 @@ def test_the_command_runs_a_task(task_folder, make_model, tokenizer, tmp_path, c
     record = json.loads(written.read_text())
     assert record["n-samples"]["kvfoundry_colours"]["effective"] == 3
     assert record["config"]["kvfoundry"]["method"] == SNAPKV and record["config"]["kvfoundry"]["prompts"] == 3
+
+
+def test_the_commands_of_the_page_run(task_folder, make_model, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_model().save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    Path("my_tasks").mkdir()
+    colours = (task_folder / "colours.yaml").read_text()
+    Path("my_tasks/colours.yaml").write_text(colours.replace("kvfoundry_colours", "my_colours"))
+    commands = commands_of("lm_eval.md")
+    for command in commands:
+        run_on_tiny_model(command)
+    assert commands and list(Path("results").rglob("results_*.json"))
 
 
 @pytest.mark.parametrize(
