@@ -101,6 +101,8 @@ def refused(name, message, *arguments):
     ("arguments", "message"),
     [
         refused("merge of nothing", "--merge: fullkv drops no rows that could be merged", "--merge", "pivot"),
+        refused("merge of nothing twice", "--merge: fullkv drops no rows", "--method", "full", "--method", "fullkv",
+                "--merge", "pivot"),
         refused("merge of a reader", "--merge: quest drops no rows",
                 "--method", "quest", "--max_capacity_prompts", 64, "--merge", "pivot", "--method", "fullkv"),
         refused("merge twice", "cam and pivot_merge both set dispose",

@@ -158,12 +158,13 @@ def specs(methods: Sequence[str] | None, words: PlaygroundWords) -> list[str]:
     from kvfoundry.method import Call, parse_calls
 
     recipes = [_as_played(parse_calls(_ours(method)), words) for method in methods or ["fullkv"]]
+    alone = all(calls == [("fullkv", {})] for calls in recipes)
     for flag, change, lacking in _changes(words):
         for number, calls in enumerate(recipes):
             changed = change(calls)
             if changed is not None:
                 recipes[number] = changed
-            elif calls != [("fullkv", {})] or len(recipes) == 1:
+            elif alone or calls != [("fullkv", {})]:
                 method = "+".join(name for name, _ in calls)
                 raise KVFoundryError(f"{flag}: {method} {lacking}; leave one of them out.")
     return ["+".join(str(Call(name, tuple(arguments.items()))) for name, arguments in calls) for calls in recipes]
