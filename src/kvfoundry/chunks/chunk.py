@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -150,12 +150,25 @@ class ChunkKV:
         dims = (record.tensors[name].shape[-1] for name in (tail, tail.replace("keys", "values")))
         return record.restored(self.start, layer.codec_for(*dims), self.dtype)
 
-    def to(self, device: str | torch.device) -> ChunkKV:
-        """The chunk with its rows on a device; itself when they are there."""
+    def to(self, device: str | torch.device, *, non_blocking: bool = False) -> ChunkKV:
+        """The chunk with its rows on a device; itself when they are there. Token ids stay on the CPU."""
         target = torch.device(device)
-        if all(is_count(name) or tensor.device == target for each in self.layers for name, tensor in _named(each)):
+        if self.device == target:
             return self
-        return replace(self, layers=tuple(replace(each, record=each.record.to(target)) for each in self.layers))
+        return replace(
+            self,
+            layers=tuple(
+                replace(each, record=each.record.to(target, non_blocking=non_blocking)) for each in self.layers
+            ),
+        )
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkKV:
+        """The chunk with `change` applied to every tensor; it must keep shape, dtype and contents."""
+        layers = tuple(
+            replace(each, record=Record(each.record.form, {n: change(t) for n, t in each.record.tensors.items()}))
+            for each in self.layers
+        )
+        return replace(self, token_ids=change(self.token_ids), context_ids=change(self.context_ids), layers=layers)
 
     @property
     def device(self) -> torch.device:

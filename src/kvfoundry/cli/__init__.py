@@ -16,6 +16,7 @@ from kvfoundry.cli.evaluate import eval_app
 from kvfoundry.cli.methods import methods
 from kvfoundry.cli.options import Interrupted
 from kvfoundry.cli.run import run
+from kvfoundry.cli.store import store_app
 from kvfoundry.errors import KVFoundryError
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app.command()(methods)
 app.command()(calibrate)
 app.add_typer(eval_app, name="eval")
 app.add_typer(analyze_app, name="analyze")
+app.add_typer(store_app, name="store")
 
 # typer exports no name for the base of its usage errors; BadParameter is the one public member of that family.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]

@@ -173,9 +173,13 @@ class Record:
         slots = (int(lengths.sum()),)
         return bool((lengths >= 0).all()) and keys.dim() == 2 and slots == (len(keys),) == tuple(where.shape)  # type: ignore[union-attr]
 
-    def to(self, device: torch.device) -> Record:
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Record:
         """The record with its tensors on a device; counts stay on the CPU."""
-        return Record(self.form, {n: t if is_count(n) else t.to(device) for n, t in self.tensors.items()})
+        moved = {
+            name: tensor if is_count(name) else tensor.to(device, non_blocking=non_blocking)
+            for name, tensor in self.tensors.items()
+        }
+        return Record(self.form, moved)
 
 
 def is_count(name: str) -> bool:
