@@ -30,6 +30,7 @@ SPECS = [
     "think",
     "adakv(budget=20, window=8)+think",
     "snapkv(budget=40, window=8)+kivi(bits=2, group=8, residual=16)",
+    "minicache(start=0.0, retention=0.1)",
 ]
 
 

@@ -12,15 +12,17 @@ from transformers import PreTrainedModel
 
 from kvfoundry.cache import KVCache
 from kvfoundry.chunks.fields import text, whole_number, word
-from kvfoundry.chunks.taking import check_source, passage, row_dtype
+from kvfoundry.chunks.taking import check_source, recorded, row_dtype
 from kvfoundry.errors import CacheStateError, DataError, SpecError
 from kvfoundry.layer import CacheLayer, storage_bytes
 from kvfoundry.layouts import Layout, RowsView
+from kvfoundry.layouts.merged_record import restored_half
+from kvfoundry.layouts.pair_store import Half
 from kvfoundry.layouts.record import Form, Record, is_count
 from kvfoundry.method import Method
 
 FORMAT = "kvfoundry-chunk-1"
-_FORMS: tuple[Form, ...] = ("whole", "ragged", "coded", "pruned")
+_FORMS: tuple[Form, ...] = ("whole", "ragged", "coded", "pruned", "merged", "partner")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -108,7 +110,7 @@ class ChunkKV:
             raise DataError(f"{len(ids)} token ids for row {row}, but the cache has seen {seen}; give an id per token.")
         if not 0 <= start < len(ids):
             raise DataError(f"start={start} leaves nothing of a passage of {len(ids)} tokens.")
-        taken = tuple(ChunkLayer(Record.of(passage(layer, row, start), start), layer.stored_heads) for layer in layers)
+        taken = tuple(ChunkLayer(recorded(layer, row, start), layer.stored_heads) for layer in layers)
         return cls(ids[start:].clone(), taken, str(cache.method), row_dtype(layers[0]), start, ids[:start].clone())
 
     def to_cache(self, model: PreTrainedModel, method: str | Method | None = None) -> KVCache:
@@ -144,6 +146,11 @@ class ChunkKV:
 
     def _restored(self, layer: CacheLayer, held: ChunkLayer) -> Layout:
         record = held.record
+        if record.form in ("merged", "partner"):
+            if layer.pair is None:
+                raise DataError("the chunk's layers were merged in pairs, and the model's are not.")
+            half: Half = "earlier" if record.form == "merged" else "later"
+            return restored_half(record, half, layer.pair.store, layer.pair.numbers)
         if held.is_plain:
             return record.restored(self.start, None, self.dtype)
         tail = "keys.tail" if record.form == "coded" else "tail.keys"

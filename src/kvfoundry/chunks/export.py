@@ -24,6 +24,7 @@ from kvfoundry.chunks.chunk import FORMAT as CHUNK_FORMAT
 from kvfoundry.chunks.chunk import ChunkKV, ChunkLayer
 from kvfoundry.errors import DataError, KVFoundryError
 from kvfoundry.layouts import RowsView
+from kvfoundry.layouts.base import position_dtype
 from kvfoundry.layouts.record import Record
 
 FORMAT = "kvfoundry-chunk-folder-1"
@@ -116,7 +117,7 @@ def _recorded(keys: Tensor, values: Tensor, mask: Tensor) -> Record:
     order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
     present = torch.arange(width) < lengths[:, None]
     head = torch.arange(len(mask))[:, None]
-    positions = order.masked_fill(~present, -1).to(torch.int32)
+    positions = order.masked_fill(~present, -1).to(position_dtype(mask.shape[1] - 1))
     if bool((positions == positions[:1]).all()):
         positions = positions[:1]
     picked = (rows[head, order] * present[..., None] for rows in (keys, values))

@@ -10,9 +10,13 @@ from kvfoundry.cache import KVCache
 from kvfoundry.errors import CacheStateError
 from kvfoundry.layer import CacheLayer
 from kvfoundry.layouts import CodedRows, Layout
+from kvfoundry.layouts.merged_record import record_of_pair
+from kvfoundry.layouts.paired import PairedRows
+from kvfoundry.layouts.record import Record
 
 
 def check_source(cache: KVCache, layers: Sequence[CacheLayer]) -> None:
+    """CacheStateError for a cache whose rows are no chunk of one passage."""
     stateless = sum(type(layer).__name__ != "DummyLayer" for layer in cache.layers)
     if len(layers) != stateless:
         raise CacheStateError("a model with recurrent-state layers cannot leave a passage's rows alone as a chunk.")
@@ -24,10 +28,19 @@ def check_source(cache: KVCache, layers: Sequence[CacheLayer]) -> None:
         raise CacheStateError("the last forward pass was interrupted; a chunk is made from a complete one.")
 
 
-def passage(layer: CacheLayer, row: int, start: int) -> Layout:
-    """The rows of one batch row from position `start` on."""
+def recorded(layer: CacheLayer, row: int, start: int) -> Record:
+    """A copy of the rows of one batch row from position `start` on."""
     assert layer.rows is not None
-    rows = layer.rows
+    if isinstance(layer.rows, PairedRows):
+        if start or layer.rows.lengths.shape[0] > 1:
+            raise CacheStateError(
+                f"{layer.method} merges rows of two layers: read its passages alone and without a context in front."
+            )
+        return record_of_pair(layer.rows)
+    return Record.of(_passage(layer.rows, row, start), start)
+
+
+def _passage(rows: Layout, row: int, start: int) -> Layout:
     if rows.lengths.shape[0] > 1:
         rows = rows.select_batch(torch.tensor([row]))
     if start == 0:
@@ -42,6 +55,9 @@ def passage(layer: CacheLayer, row: int, start: int) -> Layout:
 
 
 def row_dtype(layer: CacheLayer) -> torch.dtype:
+    """In which attention reads the rows of a layer."""
     rows = layer.rows
     assert rows is not None
+    if isinstance(rows, PairedRows):
+        rows = rows.fresh
     return rows.dtype if isinstance(rows, CodedRows) else rows.view().values.dtype

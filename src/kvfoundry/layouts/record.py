@@ -24,7 +24,7 @@ from kvfoundry.layouts.dense import DenseRows
 from kvfoundry.layouts.ragged import RaggedRows
 from kvfoundry.layouts.side import CodedSide
 
-Form = Literal["whole", "ragged", "coded", "pruned"]
+Form = Literal["whole", "ragged", "coded", "pruned", "merged", "partner"]
 _COUNTS = ("firsts", "counts", "tails", "blocks")
 
 
@@ -36,6 +36,7 @@ class Record:
     ragged   keys, values [slots, dim] and positions [slots], head after head; lengths [heads]
     coded    positions [heads or 1, rows], lengths [heads], and the parts of a `CodedSide` under `keys.` and `values.`
     pruned   `old.` and `tail.`, each whole or ragged, and channels [heads, kept]
+    merged, partner: the two layers of a pair, see `merged_record`
     """
 
     form: Form
@@ -64,14 +65,14 @@ class Record:
         if isinstance(rows, CodedRows):
             view = rows.view()
             tensors = {"positions": _relative(view.positions[0], start), "lengths": view.lengths[0].to(torch.int32)}
-            tensors |= _prefixed("keys", _side(rows.keys)) | _prefixed("values", _side(rows.values))
-            return cls("coded", _copied(tensors))
+            tensors |= prefixed("keys", _side(rows.keys)) | prefixed("values", _side(rows.values))
+            return cls("coded", copied(tensors))
         if isinstance(rows, ChannelPrunedRows):
             old, tail, channels = rows.parts()
-            tensors = _prefixed("old", cls.plain(old.view(), start, apart=True).tensors)
-            tensors |= _prefixed("tail", cls.plain(tail.view(), start, apart=True).tensors)
-            return cls("pruned", tensors | _copied({"channels": channels[0]}))
-        raise CacheStateError("rows that two layers share cannot be taken out of a cache; use another method.")
+            tensors = prefixed("old", cls.plain(old.view(), start, apart=True).tensors)
+            tensors |= prefixed("tail", cls.plain(tail.view(), start, apart=True).tensors)
+            return cls("pruned", tensors | copied({"channels": channels[0]}))
+        raise CacheStateError(f"rows held as {type(rows).__name__} cannot be taken out of a cache.")
 
     @classmethod
     def plain(cls, view: RowsView, start: int = 0, *, apart: bool = False) -> Record:
@@ -86,7 +87,7 @@ class Record:
             every_token = bool((positions == torch.arange(rows, device=positions.device)).all())
             if not every_token or (apart and len(positions) > 1):
                 tensors["positions"] = positions
-            return cls("whole", _copied(tensors))
+            return cls("whole", copied(tensors))
         inside = view.valid[0]
         tensors = {
             "keys": view.keys[0][inside],
@@ -94,7 +95,7 @@ class Record:
             "positions": _relative(view.head_positions[0], start)[inside],
             "lengths": lengths.to(torch.int32),
         }
-        return cls("ragged", _copied(tensors))
+        return cls("ragged", copied(tensors))
 
     def restored(self, start: int, codec: RowsCodec | None, dtype: torch.dtype) -> Layout:
         """The layout over this record's memory, which it never writes. codec: of this layer, where rows are coded.
@@ -150,6 +151,11 @@ class Record:
 
     def _fits(self, tokens: int) -> bool:
         named = self.tensors
+        if self.form in ("merged", "partner"):
+            names = ["fresh", "directions"] if self.form == "merged" else ["fresh"]
+            held = [self.part(name) for name in names]
+            found = {part.tensors["keys"].shape[0] for part in held}
+            return found == {len(self.lengths)} and all(part.form == "whole" and part._fits(tokens) for part in held)
         if self.form == "pruned":
             parts = (self.part("old"), self.part("tail"))
             return named["channels"].dim() == 2 and all(part._fits(tokens) for part in parts)
@@ -190,10 +196,10 @@ def is_count(name: str) -> bool:
 def _side(side: CodedSide) -> dict[str, Tensor]:
     tensors = {"first": side.first[0], "tail": side.tail[0]}
     tensors["counts"] = torch.stack([getattr(side, name)[0] for name in _COUNTS]).to(torch.int32)
-    tensors |= _prefixed("rows", side.rows) | _prefixed("tables", side.tables)
-    tensors |= _prefixed("fixed", {name: tensor[0] for name, tensor in side.fixed.items()})
+    tensors |= prefixed("rows", side.rows) | prefixed("tables", side.tables)
+    tensors |= prefixed("fixed", {name: tensor[0] for name, tensor in side.fixed.items()})
     for name, part in side.sparse.items():
-        tensors |= _prefixed(f"sparse.{name}", {"counts": part.counts, "values": part.values, "columns": part.columns})
+        tensors |= prefixed(f"sparse.{name}", {"counts": part.counts, "values": part.values, "columns": part.columns})
     return tensors if side.block_of is None else tensors | {"block_of": side.block_of}
 
 
@@ -219,7 +225,8 @@ def _restored_side(codec: KVCodec, which: Literal["keys", "values"], tensors: Ma
     )
 
 
-def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with `prefix.` in front of their names."""
     return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
 
 
@@ -227,7 +234,8 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {n.removeprefix(f"{prefix}."): tensor for n, tensor in tensors.items() if n.startswith(f"{prefix}.")}
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in memory of their own, in order."""
     return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from kvfoundry.chunks.packing import Damaged, Entry, Note, Unavailable, pack, unpack
+from kvfoundry.chunks.packing import NOTE_LIMIT, Damaged, Entry, Note, Unavailable, pack, unpack
 from kvfoundry.chunks.tiers.base import Listing, Problem, Tier, checked_id, is_id
 from kvfoundry.chunks.tiers.disk_index import CHUNK, NOTE, DiskIndex, entry_folder, removed, room_for, taken
 from kvfoundry.chunks.tiers.folders import opened
@@ -56,6 +56,8 @@ class DiskTier(Tier):
         mark = self.root / "store.json"
         if self.capacity is None and not mark.exists():
             raise StoreError(f"there is no store in {self.root}.")
+        if os.path.lexists(mark) and (mark.is_symlink() or mark.read_text()[:200] != json.dumps(_MARK)):
+            raise StoreError(f"the folder {self.root} is no store of this version; name another one.")
         if self.root.exists() and not mark.exists() and any(p.name not in ("lock", "tmp") for p in self.root.iterdir()):
             raise StoreError(f"the folder {self.root} holds other things than a store; name an empty or a new one.")
         for folder in (self.root, self.root / "chunks", self.root / "tmp"):
@@ -65,8 +67,6 @@ class DiskTier(Tier):
         with self._locked():
             if not mark.exists():
                 mark.write_text(json.dumps(_MARK))
-            elif mark.is_symlink() or mark.read_text()[:200] != json.dumps(_MARK):
-                raise StoreError(f"the folder {self.root} is no store of this version; name another one.")
             self._alive = FileLock(self._own.with_suffix(".lock"), thread_local=False)
             self._alive.acquire(timeout=_PATIENCE)
             self._own.mkdir()
@@ -100,9 +100,13 @@ class DiskTier(Tier):
     def read(self, name: str) -> Entry | None:
         try:
             with opened(self.root, *entry_folder(checked_id(name))) as folder:
-                note_size = folder.size(NOTE)
-                note = Note.loads(folder.read(NOTE, min(note_size, 1 << 16)))
-                entry = unpack(name, note, folder.read(CHUNK, note.size))
+                try:
+                    note = Note.loads(folder.read(NOTE, min(folder.size(NOTE), NOTE_LIMIT)))
+                    entry = unpack(name, note, folder.read(CHUNK, note.size))
+                except Damaged:
+                    if not folder.is_in_place():
+                        return None  # dropped or replaced while it was read
+                    raise
                 folder.touch(NOTE)
         except FileNotFoundError:
             return None
@@ -126,18 +130,15 @@ class DiskTier(Tier):
         if self._has(entry.id, note):
             return True
         try:
-            if not self._reserve(entry.id, note, work, room):
+            if not self._reserve(entry.id, note.size, written, work, room):
                 return False
             with (work / CHUNK).open("r+b") as file:
                 file.write(data)
-            (work / NOTE).write_bytes(written)
             with self._locked():
                 self._index.sync()
                 self._index.changing(entry.id)
-                if target.parent.is_symlink():
-                    raise Unavailable(f"{target.parent} is a symbolic link")
-                target.parent.mkdir(exist_ok=True)
                 self._remove(entry.id)
+                target.parent.mkdir(exist_ok=True)
                 work.rename(target)
                 self._index.put(entry.id, room, time.time())
         except OSError as error:
@@ -159,15 +160,16 @@ class DiskTier(Tier):
         except (Damaged, OSError):
             return False
 
-    def _reserve(self, name: str, note: Note, work: Path, room: int) -> bool:
-        """Make room and hold it by a file of the final size."""
+    def _reserve(self, name: str, size: int, note: bytes, work: Path, room: int) -> bool:
+        """Make room and hold it by files of the final size."""
         with self._locked():
             self._index.sync()
             if not self._make_room(room, keep=name):
                 return self.refuse(f"no room for {room} bytes on disk: the cap is {self.capacity}")
             work.mkdir()
             with (work / CHUNK).open("wb") as file:
-                file.truncate(note.size)
+                file.truncate(size)
+            (work / NOTE).write_bytes(note)
             return True
 
     def _make_room(self, room: int, keep: str | None = None) -> bool:
@@ -197,6 +199,9 @@ class DiskTier(Tier):
     def _remove(self, name: str) -> bool:
         """Take an entry out of sight by one rename, then delete it. Under the lock, after `changing`."""
         self._index.forget(name)
+        if self._folder(name).parent.is_symlink():  # what lies behind it is not ours
+            removed(self._folder(name).parent)
+            return False
         aside = self._own / f"gone-{uuid.uuid4().hex}"
         try:
             self._folder(name).rename(aside)

@@ -52,6 +52,15 @@ class Folder:
     def __init__(self, path: Path, handle: int | None):
         self.path, self._handle = path, handle
 
+    def is_in_place(self) -> bool:
+        """Whether the path still leads to this folder."""
+        if self._handle is None:
+            return self.path.is_dir()
+        try:
+            return os.path.samestat(self.path.lstat(), os.fstat(self._handle))
+        except OSError:
+            return False
+
     def size(self, name: str) -> int:
         """Bytes of a plain file; Damaged when it is none or is not there."""
         try:

@@ -82,20 +82,29 @@ class RedisTier(Tier):
             note = Note.loads(told)
             if self.capacity is not None and note.size > self.capacity:
                 raise Damaged("its note names more bytes than the store may hold")
-            data = bytearray()
-            for key in self._part_keys(name, note):
-                deadline.check()
-                part = self._client.get(key)
-                if part is None:
-                    raise Damaged("a part of it is gone")
-                data += part
-            entry = unpack(name, note, bytes(data))
+            data = self._data(name, note, deadline)
+            if data is None:
+                if self._client.get(self._note_key(name)) != told:
+                    return None  # dropped or replaced while it was read
+                raise Damaged("a part of it is gone")
+            entry = unpack(name, note, data)
         except Damaged:
             self._drop(name)
             raise
         self._client.zadd(f"{self._prefix}:used", {name: time.time()}, xx=True)
         self.counters.bytes_read += note.size
         return entry
+
+    def _data(self, name: str, note: Note, deadline: Deadline) -> bytes | None:
+        """All parts; None when one is not there."""
+        parts = []
+        for key in self._part_keys(name, note):
+            deadline.check()
+            part = self._client.get(key)
+            if part is None:
+                return None
+            parts.append(part)
+        return b"".join(parts)
 
     def write(self, entry: Entry) -> bool:
         note, data = pack(entry)
@@ -106,7 +115,7 @@ class RedisTier(Tier):
     def _write(self, name: str, note: Note, data: bytes, deadline: Deadline) -> bool:
         old = self._note(name)
         if old is not None and (old.size, old.checksum) == (note.size, note.checksum):
-            self._client.zadd(f"{self._prefix}:used", {name: time.time()})
+            self._client.zadd(f"{self._prefix}:used", {name: time.time()}, xx=True)
             return True
         pipe = self._client.pipeline(transaction=True)
         pipe.hset(f"{self._prefix}:room", name, note.size + (old.size if old else 0))
@@ -124,9 +133,11 @@ class RedisTier(Tier):
             pipe.persist(key)
         pipe.set(self._note_key(name), note.dumps())
         pipe.hset(f"{self._prefix}:room", name, note.size)
-        if old is not None:
-            pipe.delete(*self._part_keys(name, old))
-        pipe.execute()
+        pipe.zadd(f"{self._prefix}:used", {name: time.time()})
+        if old is not None and (stale := set(self._part_keys(name, old)) - set(keys)):
+            pipe.delete(*stale)
+        if pipe.execute()[len(keys) + 1]:  # somebody gave the reserved room away meanwhile
+            self._make_room(name, deadline)
         self.counters.bytes_written += note.size
         return True
 
