@@ -40,7 +40,7 @@ def cache_of(model: PreTrainedModel, ids: Tensor, method: str = "fullkv", **inpu
     return cache
 
 
-def continued(model: PreTrainedModel, cache: kvfoundry.KVCache, steps: int = 20) -> Tensor:
+def continued(model: PreTrainedModel, cache: kvfoundry.KVCache, steps: int = 12) -> Tensor:
     """Logits of a question and some greedy steps behind it."""
     out = [model(random_ids(1, 5, seed=3), use_cache=True, **{compat.CACHE_ARGUMENT: cache}).logits]
     for _ in range(steps):

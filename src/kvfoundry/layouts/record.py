@@ -84,6 +84,8 @@ class Record:
         if bool((lengths == rows).all()):
             positions = _relative(view.positions[0], start)
             tensors = {"keys": view.keys[0], "values": view.values[0]}
+            if not apart and bool((positions == positions[:1]).all()):
+                positions = positions[:1]
             every_token = bool((positions == torch.arange(rows, device=positions.device)).all())
             if not every_token or (apart and len(positions) > 1):
                 tensors["positions"] = positions
