@@ -48,13 +48,13 @@ PAIRS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def prompts(tokenizer: Any, items: int, length: int) -> tuple[list[dict[str, Any]], int]:
     """Needle prompts with the token ids that both sides read, and the tokens of the longest question."""
-    from kvfoundry.evaluate.prompts import encode_prompt, question_tokens
+    from kvfoundry.evaluate.prompts import encode_prompt, hidden_tokens
     from kvfoundry.evaluate.tasks.niah import NeedleTask
 
     depths = tuple(100 * (i + 0.5) / items for i in range(items))
     task = NeedleTask(lengths=(length,), depths=depths, kind="word", max_new_tokens=16)
     made = task.items(tokenizer, True, SEED)
-    tail = max(question_tokens(tokenizer, item.prompt, item.question, True) for item in made)
+    tail = max(hidden_tokens(tokenizer, item, True) for item in made)
     return [
         {
             "prompt": item.prompt,

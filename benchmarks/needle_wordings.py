@@ -46,11 +46,6 @@ TRIED = {
     "word, secret code word": tried(
         "The secret code word of {key} is {answer}.", "What is the secret code word of {key}?", OBJECTS
     ),
-    "word, RULER": tried(
-        "One of the special magic words for {key} is: {answer}.",
-        "What is the special magic word for {key} mentioned in the text?",
-        OBJECTS,
-    ),
     "word, symbol": tried(
         "The official symbol of {key} is the {answer}.", "What is the official symbol of {key}?", OBJECTS
     ),
@@ -61,9 +56,6 @@ TRIED = {
     ),
     "phrase, not announced": dataclasses.replace(
         KINDS["phrase"], sentence="The best thing to do in {key} is to {answer}."
-    ),
-    "digits, pass key": tried(
-        "The pass key is {answer}. Remember it. {answer} is the pass key.", "What is the pass key?", None
     ),
     "digits, telephone": tried(
         "The telephone number of the {key} embassy is {answer}.",

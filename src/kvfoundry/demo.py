@@ -17,7 +17,8 @@ from kvfoundry.evaluate.reuse import ReuseResult, compare_reuse
 from kvfoundry.evaluate.runner import Outcome, Progress, evaluate
 from kvfoundry.evaluate.tasks.haystack import generated_sentences
 from kvfoundry.evaluate.tasks.needles import KINDS
-from kvfoundry.evaluate.tasks.niah import FRAME, NeedleTask, insert_at_depths
+from kvfoundry.evaluate.tasks.niah import FRAME, NeedleTask
+from kvfoundry.evaluate.tasks.placement import insert_at_depths
 
 METHODS = ("fullkv", "streamingllm", "snapkv", "h2o", "adakv")
 BUDGETS = (128, 512)

@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from kvfoundry import compat
 from kvfoundry.cache import KVCache
 from kvfoundry.errors import DataError
+from kvfoundry.kept import Kept, kept_by_row
 from kvfoundry.method import Method
 from kvfoundry.reconstruction import compress_by_reconstruction
 
@@ -22,10 +23,10 @@ from kvfoundry.reconstruction import compress_by_reconstruction
 class Generation:
     """One answer and its cost.
 
-    stored_bytes, peak_bytes: the cache's bytes after the prompt and at their largest, and full_bytes those of a full
-    16- or 32-bit cache of the same prompt, each divided by the rows of the batch; parked_bytes: what a parking method
-    holds in host memory besides stored_bytes. kept_rows: rows per KV head and full-attention layer after the prompt;
-    kept_share: the same over the prompt's tokens. Times are of the whole batch:
+    stored_bytes, peak_bytes: the cache's bytes after the prompt and at their largest, parked_bytes: what a parking
+    method holds in host memory besides, each divided by the rows of the batch; full_bytes: those of a full 16- or
+    32-bit cache of the same prompt. kept_rows, kept_share, kept_profile: the rows of this prompt that were held when
+    it ended, see `kvfoundry.kept.Kept`. Times are of the whole batch:
     ttft_seconds until the first token (and the second pass of a method that has one), ms_per_token per decode step
     after it (0 when there was none).
     """
@@ -39,6 +40,7 @@ class Generation:
     full_bytes: int
     kept_rows: float
     kept_share: float
+    kept_profile: str | None
     ttft_seconds: float
     ms_per_token: float
     seconds: float
@@ -54,6 +56,7 @@ def generate(
     max_new_tokens: int = 64,
     *,
     chat: bool = False,
+    answer_prefix: str | list[str] = "",
     batch_size: int | None = None,
     prefill_chunk: int | None = None,
     hold_back: int = 0,
@@ -67,17 +70,22 @@ def generate(
     """Answer one prompt or many under a method; the same text as `model.generate` with the same cache.
 
     prompts: a string, or a list answered in batches of `batch_size` (all at once by default), left-padded. chat: wrap
-    each prompt as a user turn of the tokenizer's chat template. prefill_chunk: feed the prompt in pieces of so many
-    tokens; methods evict after each piece, so the peak stays below the full cache. hold_back: the method acts before it
-    sees the last so many tokens of a prompt (its question, say), which then add their own rows. cache: continue on this
-    cache (a fork() of a document's cache, say); prompts are then the text that follows. streamer, generation_config,
-    seed and further keywords (do_sample, num_beams, stop_strings, ...) are transformers'.
+    each prompt as a user turn of the tokenizer's chat template. answer_prefix: how the answer begins, for all prompts
+    or one for each; the model goes on from there, and what is returned does not repeat it. prefill_chunk: feed the
+    prompt in pieces of so many tokens; methods evict after each piece, so the peak stays below the full cache.
+    hold_back: the method acts before it sees the last so many tokens of a prompt (its question, say), which then add
+    their own rows. cache: continue on this cache (a fork() of a document's cache, say); prompts are then the text that
+    follows. streamer, generation_config, seed and further keywords (do_sample, num_beams, stop_strings, ...) are
+    transformers'.
     Returns a string or a list of strings in the order of the prompts; with details=True `Generation` objects.
     Raises DataError for an empty prompt or one that does not fit the model.
     """
     method = cache.method if cache is not None else Method.parse("fullkv" if method is None else method)
     single = isinstance(prompts, str)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    prefixes = [answer_prefix] * len(texts) if isinstance(answer_prefix, str) else list(answer_prefix)
+    if len(prefixes) != len(texts):
+        raise DataError(f"{len(prefixes)} answer prefixes for {len(texts)} prompts; give one, or one for each prompt.")
     if seed is not None:
         set_seed(seed)
     if cache is not None and len(texts) != 1:
@@ -91,7 +99,10 @@ def generate(
     results: list[Generation] = []
     size = batch_size or max(1, len(texts))
     for start in range(0, len(texts), size):
-        ids, mask = encode(tokenizer, texts[start : start + size], chat=chat, continued=cache is not None)
+        batch = slice(start, start + size)
+        ids, mask = encode(
+            tokenizer, texts[batch], chat=chat, continued=cache is not None, answer_prefixes=prefixes[batch]
+        )
         if not (method.slot_positions and prefill_chunk is not None):  # such a stream has no end
             longest = int(mask.sum(dim=1).max()) + (cache.seen_tokens if cache is not None else 0)
             check_length(model, longest, max_new_tokens, "the longest prompt")
@@ -123,25 +134,43 @@ def prefill(
     cache = KVCache(model, method)
     if not cache.method.slot_positions:
         check_length(model, ids.shape[1], 0, "the document")
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    read_prompt(model, tokenizer, cache, ids.to(model.device), mask.to(model.device), prefill_chunk)
+    return cache
+
+
+def read_prompt(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: KVCache,
+    ids: Tensor,
+    mask: Tensor,
+    prefill_chunk: int | None = None,
+) -> None:
+    """Read a whole left-padded prompt [batch, tokens] into a fresh cache; its method has acted when this returns."""
     cache.expect_prompt(ids.shape[1])
     _feed(model, ids, mask, cache, prefill_chunk or ids.shape[1], ids.shape[1])
     if cache.method.reconstructs is not None:
         compress_by_reconstruction(model, tokenizer, cache, ids, mask)
-    return cache
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, chat: bool, continued: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    *,
+    chat: bool,
+    continued: bool = False,
+    answer_prefixes: list[str] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Token ids and mask of a batch, left-padded: [batch, tokens] each. Raises DataError for an empty prompt.
 
-    continued: the text follows a cached document, so no special token goes in front.
+    continued: the text follows a cached document, so no special token goes in front. answer_prefixes: the beginning of
+    each answer, behind the text and the chat template's generation prompt.
     """
     for i, text in enumerate(texts):
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"prompt {i} is empty; give some text.")
-    rows = [_encode_one(tokenizer, text, chat, continued) for text in texts]
+    prefixes = answer_prefixes or [""] * len(texts)
+    rows = [_encode_one(tokenizer, text, prefix, chat, continued) for text, prefix in zip(texts, prefixes, strict=True)]
     for i, row in enumerate(rows):
         if not row:
             raise DataError(f"prompt {i} has no tokens; give some text.")
@@ -152,20 +181,31 @@ def encode(
     return ids, mask
 
 
-def _encode_one(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool, continued: bool) -> list[int]:
-    if not chat:
-        return list(tokenizer(text, add_special_tokens=not continued)["input_ids"])
-    if not tokenizer.chat_template:
-        raise DataError("chat=True, but the tokenizer has no chat template; use chat=False.")
-    turn = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+def _encode_one(
+    tokenizer: PreTrainedTokenizerBase, text: str, answer_prefix: str, chat: bool, continued: bool
+) -> list[int]:
+    if chat:
+        if not tokenizer.chat_template:
+            raise DataError("chat=True, but the tokenizer has no chat template; use chat=False.")
+        turn = [{"role": "user", "content": text}]
+        text = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
+    if answer_prefix:
+        # A template that ends in white space has said already that the answer begins here.
+        text += answer_prefix.lstrip() if text[-1:].isspace() else answer_prefix
+    # What is too long is refused by check_length, not warned of.
+    return list(tokenizer(text, add_special_tokens=not chat and not continued, verbose=False)["input_ids"])
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The number of positions that the model was made for; None where its config names none."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
 
 
 def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int, what: str) -> None:
     """Raise DataError when prompt and answer together need more positions than the model was made for."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(limit, int) and prompt_tokens + max_new_tokens > limit:
+    limit = position_limit(model)
+    if limit is not None and prompt_tokens + max_new_tokens > limit:
         raise DataError(
             f"{what} has {prompt_tokens} tokens and asks for {max_new_tokens} more, "
             f"but the model is limited to {limit} positions; "
@@ -174,22 +214,29 @@ def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int
 
 
 class _Clock(StoppingCriteria):
-    """Notes when each token is ready, and the cache's size when the prompt is done. Never stops anything."""
+    """Notes when each token is ready, and what the cache holds when the prompt is done. Never stops anything."""
 
     def __init__(self, cache: KVCache, device: torch.device):
         self.cache, self.device = cache, device
         self.times: list[float] = []
         self.stored = self.peak = self.parked = 0
-        self.kept_rows = self.kept_share = 0.0
+        self.kept: list[Kept] = []  # one per row of the cache
+        self._looking = 0.0
+
+    def now(self) -> float:
+        """Seconds, those spent on looking at the cache left out."""
+        return time.perf_counter() - self._looking
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        if not self.times:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+        if not self.times and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.times.append(self.now())
+        if len(self.times) == 1:
+            began = time.perf_counter()
             self.stored, self.peak = self.cache.nbytes, self.cache.peak_nbytes
             self.parked = self.cache.parked_nbytes
-            self.kept_rows, self.kept_share = self.cache.kept_rows, self.cache.kept_share
-        self.times.append(time.perf_counter())
+            self.kept = kept_by_row(self.cache)
+            self._looking = time.perf_counter() - began
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
@@ -260,15 +307,16 @@ def _generate_batch(
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         **options,
     )
-    finished = time.perf_counter()
+    finished = clock.now()
     sequences = output if isinstance(output, Tensor) else output.sequences
     per_prompt = sequences.shape[0] // ids.shape[0]
     steps = len(clock.times) - 1
     ms_per_token = 1e3 * (clock.times[-1] - clock.times[0]) / steps if steps > 0 else 0.0
     results = []
+    copies = len(clock.kept) // ids.shape[0]  # beams of one prompt hold the same rows of it
     for i, sequence in enumerate(sequences[:, ids.shape[1] :]):
         tokens = _until_stop(sequence.tolist(), options.get("eos_token_id", _stops(model, generation_config)))
-        prompt_tokens = int(mask[i // per_prompt].sum())
+        prompt_tokens, kept = int(mask[i // per_prompt].sum()), clock.kept[i // per_prompt * copies]
         results.append(
             Generation(
                 text=str(tokenizer.decode(tokens, skip_special_tokens=True)),
@@ -278,8 +326,9 @@ def _generate_batch(
                 stored_bytes=clock.stored // sequences.shape[0],
                 peak_bytes=clock.peak // sequences.shape[0],
                 full_bytes=full_cache_bytes(model, prompt_tokens),
-                kept_rows=clock.kept_rows,
-                kept_share=clock.kept_share,
+                kept_rows=kept.rows,
+                kept_share=kept.share,
+                kept_profile=kept.profile,
                 ttft_seconds=clock.times[0] - started,
                 ms_per_token=ms_per_token,
                 seconds=finished - started,

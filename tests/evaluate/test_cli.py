@@ -2,18 +2,24 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import typer
 
 import kvfoundry
 from kvfoundry.cli import main
+from kvfoundry.cli.evaluation import eval_app
 from kvfoundry.evaluate.results import META, REPORT, RESULTS, read_lines
+from kvfoundry.evaluate.tasks.ruler.table import VARIANTS
 
 NIAH = ["eval", "niah", "--lengths", "120", "--depths", "0,100", "--max-new-tokens", "2"]
+RULER = ["eval", "ruler"]
+TASKS = [info.callback.__name__ for info in eval_app.registered_commands]
 
 
 @pytest.fixture
@@ -41,13 +47,34 @@ def in_process(*arguments, prelude=""):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["eval", "--help"], ["eval", "niah", "--help"], ["run", "--help"], ["--version"], []]
+    "arguments",
+    [
+        ["--help"],
+        ["eval", "--help"],
+        *(["eval", task, "--help"] for task in TASKS),
+        ["run", "--help"],
+        ["report", "--help"],
+        ["pick", "--help"],
+        ["--version"],
+        [],
+    ],
 )
 def test_help_works_where_torch_does_not(arguments):
     process = in_process(*arguments, prelude="sys.modules['torch'] = None; sys.modules['transformers'] = None")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and err == ""
     assert kvfoundry.__version__ in out if arguments == ["--version"] else "Usage: kvfoundry" in out
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_shows_the_shared_options(task):
+    command = typer.main.get_command(eval_app).commands[task]
+    shown = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    assert shown >= {
+        "--model", "--method", "--budget", "--limit", "--eval-batch-size", "--eval_batch_size", "--chat", "--no-chat",
+        "--prefill-chunk", "--hide-question", "--seed", "--out", "--resume", "--device", "--dtype", "--json",
+    }  # fmt: skip
+    assert next(parameter.default for parameter in command.params if parameter.name == "out").name == task
 
 
 def test_methods_lists_every_method(call):
@@ -119,6 +146,71 @@ def test_eval_niah_end_to_end_and_resumed(call, model_folder, tmp_path):
     assert {row["method"] for row in json.loads(text)["rows"]} == {"fullkv", "snapkv(budget=32, window=8)"}
 
 
+@pytest.fixture(scope="module")
+def longer_model(model_folder, tmp_path_factory):
+    """The tiny model with room for a few more tokens."""
+    folder = tmp_path_factory.mktemp("longer") / "model"
+    shutil.copytree(model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 640}))
+    return folder
+
+
+def test_eval_niah_in_its_published_form(call, model_folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rouge_score")
+    status, out, err = call(
+        "eval", "niah", "--s_len", 120, "--e_len", 210, "--step", 40, "--depth-intervals", 3, "--placement", "stop",
+        "--score", "rouge", "--max-new-tokens", 2, "--model", model_folder, "--plot", "svg", "--out", tmp_path / "out",
+        "--json",
+    )  # fmt: skip
+    assert status == 0, err
+    lines = read_lines(tmp_path / "out" / RESULTS)
+    assert {(line["length"], line["depth"]) for line in lines} == {
+        (n, d) for n in (120, 160, 200) for d in (0, 50, 100)
+    }
+    assert all(line["references"][0].startswith("Remember this") for line in lines)
+    assert json.loads(out)["picture"].endswith("niah.svg") and (tmp_path / "out" / "niah.svg").stat().st_size > 1000
+
+
+def test_eval_ruler_end_to_end(call, longer_model, tmp_path):
+    status, out, err = call(
+        *RULER, "--tasks", "vt,fwe", "--tasks", "vt", "--lengths", "500,560", "--items", 1, "--eval-batch-size", 2,
+        "--model", longer_model, "--method", "fullkv", "--method", "snapkv(window=8)", "--budget", 64,
+        "--out", tmp_path, "--json", "--hide-question",
+    )  # fmt: skip
+    assert status == 0, err
+    assert {(row["task"], row["items"]) for row in json.loads(out)["rows"]} == {("ruler_vt", 2), ("ruler_fwe", 2)}
+    lines = read_lines(tmp_path / RESULTS)
+    assert len(lines) == 8 and all(line["prompt_tokens"] + 30 <= line["length"] for line in lines)
+
+
+def test_eval_ruler_asks_every_task_that_needs_no_data(call, longer_model, tmp_path, monkeypatch):
+    def failing(*args, **kwargs):
+        raise RuntimeError("not asked")
+
+    monkeypatch.setattr(kvfoundry, "generate", failing)
+    status, _, _ = call(*RULER, "--lengths", 560, "--items", 1, "--model", longer_model, "--out", tmp_path)
+    tasks = [line["task"] for line in read_lines(tmp_path / RESULTS)]
+    assert status == 1 and tasks == [f"ruler_{name}" for name in VARIANTS if not name.startswith("qa")]
+
+
+def test_eval_ruler_asks_the_questions_of_a_file_and_leaves_damaged_ones_out(call, model_folder, tmp_path):
+    good = {
+        "question": "Where is the mill?", "answer": "by the river", "supporting_facts": [["Mill", 0]],
+        "context": [["Mill", ["The mill is by the river."]], ["Roof", ["The roof began to leak."] * 60]],
+    }  # fmt: skip
+    (tmp_path / "hotpot.json").write_text(json.dumps([good, {"question": "torn"}]))
+    arguments = [*RULER, "--tasks", "qa_2", "--qa-data", tmp_path / "hotpot.json", "--lengths", 450, "--items", 1,
+                 "--model", model_folder, "--out", tmp_path / "out"]  # fmt: skip
+    status, _, err = call(*arguments)
+    assert status == 2 and "record 2 has no field 'answer'" in err and err.count("\n") == 1
+    status, _, err = call(*arguments, "--skip-damaged")
+    assert status == 0 and "note: 1 damaged record of" in err
+    (line,) = read_lines(tmp_path / "out" / RESULTS)
+    assert line["references"] == ["by the river"]
+
+
 def bad(name, message, *arguments):
     return pytest.param(arguments, message, id=name)
 
@@ -159,6 +251,33 @@ def bad(name, message, *arguments):
         bad("zero items", "limit 0 leaves no items", *NIAH, "--limit", "0", "--model", "MODEL", "--out", "TMP/o3"),
         bad("batch zero", "batch size 0", *NIAH, "--eval-batch-size", "0", "--model", "MODEL", "--out", "TMP/o4"),
         bad("no haystack", "does not exist", *NIAH, "--haystack", "TMP/none", "--model", "MODEL", "--out", "TMP/o5"),
+        bad("two kinds of lengths", "exclude each other", *NIAH, "--s_len", "100", "--e_len", "200", "--step", "50"),
+        bad("half a range", "belong together", "eval", "niah", "--s_len", "100"),
+        bad("backwards", "no lengths from 200", "eval", "niah", "--s-len", "200", "--e-len", "100", "--step", "9"),
+        bad("no grid", "no linear grid of 1 depths", "eval", "niah", "--depth-intervals", "1"),
+        bad("spacing", "no cubic grid", "eval", "niah", "--depth-intervals", "3", "--depth-spacing", "cubic"),
+        bad("two kinds of depths", "exclude each other", *NIAH, "--depth-intervals", "3"),
+        bad("placement", "did you mean 'stop'?", *NIAH, "--placement", "stopp"),
+        bad("needle score", "unknown score 'f1'", *NIAH, "--score", "f1"),
+        bad("picture", "unknown picture format 'gif'", *NIAH, "--plot", "gif"),
+        bad("unknown ruler task", "did you mean 'vt'?", *RULER, "--tasks", "vtt"),
+        bad("ruler data", "qa_1 needs a local SQuAD-style JSON file", *RULER, "--tasks", "qa_1"),
+        bad("ruler no file", "cannot be read", *RULER, "--qa-data", "TMP/none.json"),
+        bad("ruler items", "0 items leave nothing to ask", *RULER, "--items", "0"),
+        bad("ruler too short", "100 is too short for vt", *RULER, "--tasks", "vt", "--lengths", "100",
+            "--model", "MODEL", "--out", "TMP/r1"),
+        bad("ruler above", "limited to 512", *RULER, "--tasks", "cwe", "--lengths", "600",
+            "--model", "MODEL", "--out", "TMP/r2"),
+        bad("babilong without data", "babilong needs local data", "eval", "babilong"),
+        bad("babilong no folder", "does not exist", "eval", "babilong", "--data", "TMP/none"),
+        bad("babilong no files", "holds no file such as 1k_qa1.jsonl", "eval", "babilong", "--data", "TMP"),
+        bad("fidelity items", "0 items leave nothing", "eval", "fidelity", "--items", "0"),
+        bad("fidelity question", "reads plain text", "eval", "fidelity", "--hide-question"),
+        bad("fidelity no text", "cannot be read", "eval", "fidelity", "--text", "TMP/none.txt",
+            "--model", "MODEL", "--out", "TMP/f1"),
+        bad("fidelity short text", "ends in item 1 of 4", "eval", "fidelity", "--text", "TMP/empty",
+            "--model", "MODEL", "--out", "TMP/f2"),
+        bad("fidelity above", "limited to 512", "eval", "fidelity", "--model", "MODEL", "--out", "TMP/f3"),
         bad("unwritable", "cannot be written", *NIAH, "--out", "TMP/empty/out"),
         bad("demo unwritable", "cannot be written", "demo", "--out", "TMP/empty/out"),
     ],

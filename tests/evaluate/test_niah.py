@@ -1,15 +1,20 @@
 """The needle grid: lengths in the model's own tokens, needles and question that always stay."""
 
 import itertools
+import re
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvfoundry.errors import MissingExtraError
 from kvfoundry.evaluate.prompts import encode_prompt
+from kvfoundry.evaluate.tasks import needle_scores
 from kvfoundry.evaluate.tasks.base import TaskError
 from kvfoundry.evaluate.tasks.needles import KINDS
-from kvfoundry.evaluate.tasks.niah import NeedleTask, insert_at_depths, truncate_middle
+from kvfoundry.evaluate.tasks.niah import NeedleTask
+from kvfoundry.evaluate.tasks.placement import depth_grid, insert_at_depths, insert_at_tokens, truncate_middle
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -103,6 +108,8 @@ def test_haystack_that_holds_the_answers_is_refused(tokenizer, tmp_path):
         ({"needles": 0}, "0 needles are out of range"),
         ({"needles": 99}, "99 needles are out of range"),
         ({"repeats": 0}, "at least 1"),
+        ({"placement": "stops"}, "did you mean 'stop'"),
+        ({"scoring": "rogue"}, "did you mean 'rouge'"),
     ],
 )
 def test_settings_out_of_range(wrong, message):
@@ -126,3 +133,61 @@ def test_distractors_are_facts_about_other_keys_with_other_answers(tokenizer) ->
 def test_too_many_distractors_are_refused() -> None:
     with pytest.raises(TaskError, match="distractors"):
         NeedleTask(distractors=10)
+
+
+@pytest.mark.parametrize("placement", ["stop", "token"])
+@pytest.mark.parametrize("chat", [True, False])
+def test_needles_at_tokens_fill_the_length_from_the_head_of_the_text(tokenizer, placement, chat):
+    depths = (0, 33, 66, 100)
+    task = NeedleTask(lengths=(300,), depths=depths, placement=placement)
+    texts, places = set(), []
+    for item in task.items(tokenizer, chat, seed=2):
+        assert 300 - 2 <= len(encode_prompt(tokenizer, item.prompt, chat)) <= 300
+        context = item.prompt.split("at the end.\n\n")[1].split("\n\nQuestion: ")[0]
+        needle = re.search(r" ?Remember this: .* pet\.", context)
+        assert item.references[0] in needle[0]
+        before, after = context[: needle.start()], context[needle.end() :]
+        texts.add((before + after).strip()[:900])
+        places.append(needle.start() / len(context))
+        if placement == "stop" and places[-1] > 0 and item.cell["depth"] < 100:
+            assert before.endswith(".")
+    assert len(texts) == 1 and places[0] == 0 and after == ""
+    for place, depth in zip(places[1:3], depths[1:3], strict=True):
+        off = depth / 100 - place
+        assert -0.04 < off < (0.2 if placement == "stop" else 0.06)
+
+
+def test_a_full_stop_that_is_glued_to_a_word_is_passed_over():
+    text = "ab. cd . ef gh"
+    spans = [(0, 3), (4, 6), (7, 8), (9, 11), (12, 14)]
+    assert insert_at_tokens(text, spans, 5, [(90.0, "N")], to_stop=True) == "ab. cd . N ef gh"
+    assert insert_at_tokens(text, spans, 5, [(50.0, "N")], to_stop=True) == "N ab. cd . ef gh"
+    assert insert_at_tokens(text, spans, 5, [(50.0, "N")], to_stop=False) == "ab. cd N . ef gh"
+    assert insert_at_tokens(text, spans, 2, [(100.0, "N")], to_stop=True) == "ab. cd N"
+    assert insert_at_tokens(text, spans, 0, [(100.0, "N"), (0.0, "M")], to_stop=True) == "M N"
+
+
+def test_depth_grids():
+    assert depth_grid(5) == (0, 25, 50, 75, 100)
+    assert depth_grid(10)[:4] == (0, 11, 22, 33)
+    grid = depth_grid(11, "sigmoid")
+    assert list(grid) == sorted(grid) and grid[0] == 0 and grid[-1] == 100 and grid[1] == 1.799 and grid[5] == 50
+
+
+def test_rouge_scores_the_whole_needle(tokenizer):
+    pytest.importorskip("rouge_score")
+    task = NeedleTask(lengths=(200,), depths=(50,), scoring="rouge")
+    (item,) = task.items(tokenizer, False, 0)
+    (needle,) = item.references
+    assert needle in item.prompt and needle.startswith("Remember this")
+    assert task.score(item, needle) == (1.0, True)
+    assert task.score(item, "") == (0.0, False)
+    score, exact = task.score(item, needle.split(" keeps ")[1])
+    assert 0 < score < 1 and not exact
+
+
+def test_rouge_without_its_package_is_refused_early(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    needle_scores._scorer.cache_clear()
+    with pytest.raises(MissingExtraError, match=r"kvfoundry\[eval\]"):
+        NeedleTask(scoring="rouge")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvfoundry.errors import DataError
-from kvfoundry.evaluate.results import META, RESULTS, ResultsFolder, read_lines
+from kvfoundry.evaluate.results import FORMAT, META, REPORT, RESULTS, ResultsFolder, check_folder, read_lines
 
 ARGUMENTS = {"model": "tiny", "methods": ["a", "b"], "seed": 0}
 
@@ -16,9 +16,9 @@ def line(item, **more):
 
 def written(folder, count, **more):
     with ResultsFolder(folder, ARGUMENTS, resume=False) as results:
-        results.write_json(META, {"arguments": ARGUMENTS})
+        results.write_json(META, {"format": FORMAT, "arguments": ARGUMENTS})
         for number in range(count):
-            results.append(line(f"i{number}", **more))
+            results.append([line(f"i{number}", **more)])
     return folder / RESULTS
 
 
@@ -32,15 +32,14 @@ def test_every_cut_of_the_file_can_be_resumed(tmp_path):
         with ResultsFolder(tmp_path, ARGUMENTS, resume=True) as results:
             kept = sum(end <= cut for end in ends)
             assert results.finished == {("t", f"i{number}", "m") for number in range(kept)}
-            for number in range(kept, 3):
-                results.append(line(f"i{number}", prediction="zwölf\nlines"))
+            results.append([line(f"i{number}", prediction="zwölf\nlines") for number in range(kept, 3)])
         assert path.read_bytes() == whole
 
 
 def test_failed_items_are_asked_again(tmp_path):
     path = written(tmp_path, 2)
     with ResultsFolder(tmp_path, ARGUMENTS, resume=True) as results:
-        results.append(line("i2", error="RuntimeError: no"))
+        results.append([line("i2", error="RuntimeError: no")])
     with ResultsFolder(tmp_path, ARGUMENTS, resume=True) as results:
         assert ("t", "i2", "m") not in results.finished
     assert len(read_lines(path)) == 2
@@ -77,11 +76,35 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
         ResultsFolder(tmp_path, ARGUMENTS, resume=True)
 
 
-def test_missing_meta_cannot_be_resumed(tmp_path):
+@pytest.mark.parametrize("meta", [None, "{", "[]", '{"format": 2}', '{"format": 2, "arguments": null}'])
+def test_missing_or_damaged_meta_cannot_be_resumed(tmp_path, meta):
     written(tmp_path, 1)
     (tmp_path / META).unlink()
-    with pytest.raises(DataError, match="cannot be resumed"):
+    if meta is not None:
+        (tmp_path / META).write_text(meta)
+    with pytest.raises(DataError, match=rf"{META} (cannot be read|is damaged).* results without it mean nothing"):
         ResultsFolder(tmp_path, ARGUMENTS, resume=True)
+
+
+@pytest.mark.parametrize("found", [1, FORMAT + 1])
+def test_another_format_is_refused_before_anything_is_loaded(tmp_path, found):
+    path = written(tmp_path, 1)
+    before = path.read_bytes()
+    meta = {"arguments": ARGUMENTS, "versions": {"kvfoundry": "7.7"}} | ({} if found == 1 else {"format": found})
+    (tmp_path / META).write_text(json.dumps(meta))
+    with pytest.raises(DataError, match=f"has format {found}, written by kvfoundry 7.7; .* format {FORMAT}"):
+        check_folder(tmp_path, resume=True)
+    assert path.read_bytes() == before
+
+
+def test_files_that_a_kill_left_half_written_are_swept_away(tmp_path):
+    written(tmp_path, 1)
+    torn = [tmp_path / f"{name}x7.tmp" for name in (RESULTS, REPORT, META)]
+    for path in [*torn, tmp_path / "notes.tmp"]:
+        path.write_text("half")
+    with ResultsFolder(tmp_path, ARGUMENTS, resume=True):
+        pass
+    assert not any(path.exists() for path in torn) and (tmp_path / "notes.tmp").exists()
 
 
 def test_unwritable_folder(tmp_path):

@@ -2,20 +2,23 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
 import kvfoundry
 from kvfoundry.errors import DataError, KVFoundryError, SpecError
 from kvfoundry.evaluate.arms import expand_arms
-from kvfoundry.evaluate.results import META, REPORT, RESULTS, SUMMARY, read_lines
+from kvfoundry.evaluate.prompts import hash_ids
+from kvfoundry.evaluate.results import FORMAT, META, REPORT, RESULTS, SUMMARY, read_lines
 from kvfoundry.evaluate.runner import evaluate, spread
+from kvfoundry.evaluate.runs import read_run
 from kvfoundry.evaluate.tasks.base import TaskError
 from kvfoundry.evaluate.tasks.niah import NeedleTask
 
 FIELDS = {
     "task", "item", "method", "seed", "prompt_tokens", "prediction", "references", "score", "exact",
-    "stored_bytes", "kept_rows", "kept_share", "peak_bytes", "full_bytes", "ttft_seconds",
+    "stored_bytes", "kept_rows", "kept_share", "kept_profile", "peak_bytes", "full_bytes", "ttft_seconds",
     "ms_per_token", "seconds", "notes",
 }  # fmt: skip
 TASK = NeedleTask(lengths=(120, 200), depths=(0.0, 100.0), max_new_tokens=3)
@@ -62,7 +65,9 @@ def test_files_of_a_run(finished):
         for arm in meta["arms"].values()
     ]
     assert shared[0] == shared[1] == shared[2] and shared[0]["items"] == 4
-    assert json.loads((out / SUMMARY).read_text())["rows"] == outcome.rows
+    assert meta["format"] == FORMAT and meta["dtype"] == "float32"
+    summary = json.loads((out / SUMMARY).read_text())
+    assert (summary["rows"], summary["board"], summary["warnings"]) == (outcome.rows, outcome.board, outcome.flags)
     html = (out / REPORT).read_text()
     assert outcome.report == out / REPORT and "streamingllm(budget=64)" in html and "<svg" in html
 
@@ -126,11 +131,50 @@ def test_a_failing_item_is_recorded_and_the_rest_goes_on(model, tokenizer, tmp_p
     assert evaluate(model, tokenizer, [TASK], ["fullkv"], out=tmp_path, batch_size=2, resume=True).failed == 0
 
 
-def test_batches_give_what_single_items_give(finished, model, tokenizer, tmp_path):
-    evaluate(model, tokenizer, [TASK], ["fullkv", "streamingllm"], budgets=[64, 0.5], out=tmp_path, batch_size=3)
-    one = {(line["method"], line["item"]): line["prediction"] for line in read_lines(finished[0] / RESULTS)}
-    many = {(line["method"], line["item"]): line["prediction"] for line in read_lines(tmp_path / RESULTS)}
-    assert one == many
+EVERY_KIND = [
+    "fullkv", "streamingllm(budget=40)", "snapkv(budget=40, window=8)", "adakv(budget=0.3, window=8)",
+    "h2o(budget=0.3)", "tova(budget=40)", "keydiff(budget=40)", "random(budget=40)", "kivi(bits=2)", "quest(budget=32)",
+    "snapkv(budget=40, window=8)+weighted_merge()", "kvzip(budget=40)",
+]  # fmt: skip
+
+
+def test_batches_give_what_single_items_give(model, tokenizer, tmp_path):
+    """Answers, scores and kept rows are the same; bytes are those of the batch, padding of its shorter prompts too."""
+    task = NeedleTask(lengths=(90, 120), depths=(0.0, 50.0, 100.0), max_new_tokens=3)
+    for folder, batch_size in (("one", 1), ("many", 4)):
+        evaluate(model, tokenizer, [task], EVERY_KIND, out=tmp_path / folder, batch_size=batch_size)
+    one, many = timeless(tmp_path / "one" / RESULTS), timeless(tmp_path / "many" / RESULTS)
+    assert len(one) == 6 * len(EVERY_KIND)
+    for single, batched in zip(one, many, strict=True):
+        for name in ("stored_bytes", "peak_bytes"):
+            assert batched.pop(name) == pytest.approx(single.pop(name), rel=0.35), single["method"]
+        assert single == batched
+
+
+def test_answers_of_a_batch_are_as_long_as_alone(model, tokenizer, tmp_path):
+    """Items that may answer at length do not lengthen the answers of others."""
+
+    class Mixed(NeedleTask):
+        def items(self, *args):
+            items = super().items(*args)
+            return [replace(item, max_new_tokens=2 + 3 * (number % 2)) for number, item in enumerate(items)]
+
+    task = Mixed(lengths=(90, 120), depths=(0.0, 100.0))
+    evaluate(model, tokenizer, [task], ["fullkv"], out=tmp_path, batch_size=4)
+    assert sorted(line["new_tokens"] for line in read_lines(tmp_path / RESULTS)) == [2, 2, 5, 5]
+
+
+def test_prompts_are_kept_with_their_ends(finished, tokenizer):
+    prompts = read_run(finished[0]).prompts
+    assert [prompt["item"] for prompt in prompts] == [item.item for item in TASK.items(tokenizer, True, 0)]
+    for prompt in prompts:
+        assert len(prompt["head_sizes"]) == prompt["prompt_tokens"] and sum(prompt["head_sizes"]) == len(prompt["head"])
+        assert hash_ids(tokenizer(prompt["head"])["input_ids"]) == prompt["prompt_hash"]
+
+
+def test_items_of_one_name_are_refused(model, tokenizer, tmp_path):
+    with pytest.raises(TaskError, match="occurs 2 times"):
+        evaluate(model, tokenizer, [TASK, TASK], ["fullkv"], out=tmp_path)
 
 
 def test_progress_counts_to_the_end(model, tokenizer, tmp_path):

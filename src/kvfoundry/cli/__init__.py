@@ -12,9 +12,11 @@ import kvfoundry
 from kvfoundry.analysis.command import analyze_app
 from kvfoundry.cli.calibrate import calibrate
 from kvfoundry.cli.demo import demo
-from kvfoundry.cli.evaluate import eval_app
+from kvfoundry.cli.evaluation import eval_app
 from kvfoundry.cli.methods import methods
 from kvfoundry.cli.options import Interrupted
+from kvfoundry.cli.pick import pick
+from kvfoundry.cli.report import report
 from kvfoundry.cli.run import run
 from kvfoundry.cli.store import store_app
 from kvfoundry.errors import KVFoundryError
@@ -31,6 +33,8 @@ app.command()(run)
 app.command()(methods)
 app.command()(calibrate)
 app.add_typer(eval_app, name="eval")
+app.command()(report)
+app.command()(pick)
 app.add_typer(analyze_app, name="analyze")
 app.add_typer(store_app, name="store")
 

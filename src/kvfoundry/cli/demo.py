@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvfoundry.cli.evaluate import finish, progress_bar
+from kvfoundry.cli.evaluation.output import finish, progress_bar
 from kvfoundry.cli.options import DeviceOption, DtypeOption, JsonOption, ModelOption, SeedOption, load_model
 from kvfoundry.evaluate.results import check_folder
 

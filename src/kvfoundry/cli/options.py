@@ -1,5 +1,6 @@
 """Options that mean the same in every command, and how their values are read."""
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -32,6 +33,13 @@ SeedOption = Annotated[int, typer.Option("--seed", help="Seed of everything draw
 PrefillOption = Annotated[
     int | None,
     typer.Option("--prefill-chunk", min=1, help="Read the prompt in pieces of so many tokens, evicting after each."),
+]
+DataOption = Annotated[Path | None, typer.Option("--data", help="File or folder with the task's data.")]
+HaystackOption = Annotated[
+    Path | None, typer.Option("--haystack", help="Folder of .txt or .md files. (default: generated prose)")
+]
+SkipDamagedOption = Annotated[
+    bool, typer.Option("--skip-damaged", help="Leave damaged records of the data out instead of stopping.")
 ]
 
 
@@ -73,6 +81,22 @@ def parse_budgets(values: Iterable[str] | None) -> list[int | float]:
         return parse_numbers(values, number, "--budget")
     except KVFoundryError as error:
         raise SpecError(f"{error} Give rows (256) or a share between 0 and 1 (0.25).") from error
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """ "64MiB" -> 67108864; B, kB, MB, GB, TB and KiB, MiB, GiB, TiB are known, a bare number is bytes.
+
+    Raises:
+        DataError: not such a size, or none that holds a byte.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(?:([kmgt]?i?)b)?\s*", text.lower())
+    size = int(float(found[1]) * _UNITS[found[2] or ""]) if found and (found[2] or "") in _UNITS else 0
+    if size < 1:
+        raise DataError(f"{option} {text!r} is not a size; give bytes with a unit, such as 64MiB or 1.5GB.")
+    return size
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:

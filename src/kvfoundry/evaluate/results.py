@@ -1,13 +1,14 @@
-"""The results folder: one line per finished item, safe against a kill at any moment.
+"""The results folder while a run writes it: one line per finished item, safe against a kill at any moment.
 
-`results.jsonl` is only appended to, one flushed and synced line per item. A run that was killed leaves at most one torn
-last line; resuming drops it, together with the lines of failed items, and goes on where the run stood.
+`results.jsonl` is only appended to, one flushed and synced batch of lines at a time. A run that was killed leaves at
+most one torn last line; resuming drops it, together with the lines of failed items, and goes on where the run stood.
+`prompts.jsonl` holds the ends of every prompt and is written whole before the first answer. `runs.py` reads all of it.
 """
 
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +18,12 @@ from kvfoundry.errors import DataError
 Line = dict[str, Any]
 Key = tuple[str, str, str]
 
-RESULTS, META, SUMMARY, REPORT = "results.jsonl", "run_meta.json", "summary.json", "report.html"
+RESULTS, PROMPTS, META, SUMMARY, REPORT = (
+    "results.jsonl", "prompts.jsonl", "run_meta.json", "summary.json", "report.html",
+)  # fmt: skip
+
+# Raised when a folder of before can no longer be read or continued. It stands in run_meta.json; 1 wrote none.
+FORMAT = 2
 
 # Arguments that may change between a run and its continuation: they decide no result.
 _TRANSIENT = frozenset({"resume", "json", "out", "progress"})
@@ -66,6 +72,33 @@ def read_lines(path: Path) -> list[Line]:
     return lines
 
 
+def dump_lines(lines: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What run_meta.json says of the run.
+
+    Raises:
+        DataError: it cannot be read, or the folder has another format than this version's.
+    """
+    path = folder / META
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        found, by = meta.get("format", 1), meta.get("versions", {}).get("kvfoundry", "an unknown version")
+        meta["arguments"].items()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); results without it mean nothing.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is damaged, and results without it mean nothing; run again elsewhere.") from error
+    if found != FORMAT:
+        raise DataError(
+            f"results folder {folder} has format {found}, written by kvfoundry {by}; this version reads and writes "
+            f"format {FORMAT}. Use the version that wrote it, or run again into another folder."
+        )
+    return dict(meta)
+
+
 def _first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     for name in [*now, *(name for name in before if name not in now)]:
         if name not in _TRANSIENT and before.get(name) != now.get(name):
@@ -77,7 +110,8 @@ def check_folder(folder: Path, resume: bool) -> bool:
     """Make the folder and try it; True when it holds results to go on with.
 
     Raises:
-        DataError: the folder cannot be written, or holds results already and `resume` is not set.
+        DataError: the folder cannot be written, holds results already and `resume` is not set, or holds results of
+            another format.
     """
     results = folder / RESULTS
     try:
@@ -93,6 +127,8 @@ def check_folder(folder: Path, resume: bool) -> bool:
         raise DataError(
             f"output folder {folder} already holds results; add --resume to go on with them or name another with --out."
         )
+    if exists:
+        read_meta(folder)
     return exists
 
 
@@ -114,27 +150,28 @@ class ResultsFolder:
         if exists:
             self._check_same_run(arguments)
             self.lines = [line for line in read_lines(results) if not line.get("error")]
-            write_text(results, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self.lines))
+            write_text(results, dump_lines(self.lines))
+        for torn in folder.glob("*.tmp"):  # files that a kill kept from taking their place
+            if torn.name.startswith((RESULTS, PROMPTS, META, SUMMARY, REPORT)):
+                torn.unlink(missing_ok=True)
         self.finished = {key_of(line) for line in self.lines}
         self._file = results.open("ab")
 
     def _check_same_run(self, arguments: Mapping[str, Any]) -> None:
-        try:
-            before = json.loads((self.folder / META).read_text(encoding="utf-8"))["arguments"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{self.folder / META} cannot be read, so the run cannot be resumed; name another folder with --out."
-            ) from error
-        difference = _first_difference(before, arguments)
+        difference = _first_difference(read_meta(self.folder)["arguments"], arguments)
         if difference:
             raise DataError(f"cannot resume {self.folder}: {difference}; use the same arguments or another --out.")
 
-    def append(self, line: Line) -> None:
-        self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+    def append(self, lines: Sequence[Line]) -> None:
+        """Keep these lines for good."""
+        self._file.write(dump_lines(lines).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.lines.append(line)
-        self.finished.add(key_of(line))
+        self.lines += lines
+        self.finished |= {key_of(line) for line in lines}
+
+    def write_prompts(self, prompts: Sequence[Mapping[str, Any]]) -> None:
+        write_text(self.folder / PROMPTS, dump_lines(prompts))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         write_text(self.folder / name, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

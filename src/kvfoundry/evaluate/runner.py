@@ -1,15 +1,15 @@
-"""Runs tasks x methods and keeps what came out: results.jsonl, run_meta.json, summary.json, report.html.
+"""Runs tasks x methods and keeps what came out: results.jsonl, prompts.jsonl, run_meta.json, summary.json, report.html.
 
 Every method, the full cache among them, goes through the same `kvfoundry.generate` with the same prompt ids, backend,
 dtype and prefill: what differs between two arms is the method alone.
 """
 
 import hashlib
-import itertools
 import platform
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,17 +21,21 @@ import torch
 import kvfoundry
 from kvfoundry.attention import backend_of
 from kvfoundry.evaluate.arms import expand_arms
-from kvfoundry.evaluate.prompts import encode_prompt, hash_ids, question_tokens, resolve_chat
+from kvfoundry.evaluate.board import board_of
+from kvfoundry.evaluate.excerpts import excerpt
+from kvfoundry.evaluate.guards import Flag, flags_of
+from kvfoundry.evaluate.prompts import encode_item, hash_ids, hidden_tokens, item_chat, line_stops, resolve_chat
 from kvfoundry.evaluate.report import render_report
-from kvfoundry.evaluate.results import META, SUMMARY, Line, ResultsFolder
+from kvfoundry.evaluate.results import FORMAT, META, SUMMARY, Line, ResultsFolder
+from kvfoundry.evaluate.runs import read_run
 from kvfoundry.evaluate.summary import group_by, shared_prompts, summarise
-from kvfoundry.evaluate.tasks.base import Item, Task, TaskError
+from kvfoundry.evaluate.tasks.base import Item, MeasuredTask, ScoringTask, Task, TaskError
 from kvfoundry.generation import check_length
 
 # Fields of a Generation that a result line takes over as they are.
 _MEASURED = (
     "prompt_tokens", "new_tokens", "stored_bytes", "peak_bytes", "full_bytes", "parked_bytes", "kept_rows",
-    "kept_share", "ttft_seconds", "ms_per_token", "seconds",
+    "kept_share", "kept_profile", "ttft_seconds", "ms_per_token", "seconds",
 )  # fmt: skip
 
 
@@ -47,19 +51,41 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left behind: its summary rows, the number of failed items, and the report."""
+    """What a run left behind.
+
+    rows: per task and method. board: per method, over the tasks. flags: the guards that the run tripped. failed: items.
+    """
 
     rows: list[dict[str, Any]]
+    board: list[dict[str, Any]]
+    flags: list[Flag]
     failed: int
     report: Path
 
 
 @dataclass(frozen=True)
 class _Question:
-    task: Task
+    task: Task | MeasuredTask
     item: Item
+    chat: bool
+    hidden: int
     prompt_tokens: int
     prompt_hash: str
+    excerpt: Mapping[str, Any]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.task.name, self.item.item
+
+    def ends(self) -> Line:
+        """The line of prompts.jsonl."""
+        return {
+            "task": self.task.name,
+            "item": self.item.item,
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_hash": self.prompt_hash,
+            **self.excerpt,
+        }
 
     def identity(self, method: str, seed: int) -> Line:
         """The fields of a result line that are known before the answer."""
@@ -118,13 +144,13 @@ def _machine(model: Any) -> dict[str, Any]:
     }
 
 
-def _arms_record(model: Any, lines: Sequence[Line], setting: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _arms_record(lines: Sequence[Line], dtype: str, setting: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Per method, what it shared with the others: design law 10 made visible."""
     record = {}
     for (method,), group in group_by(lines, "method").items():
         hashes = sorted(f"{line['task']} {line['item']} {line['prompt_hash']}" for line in group)
         record[method] = {
-            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+            "dtype": dtype,
             **setting,
             "items": len(group),
             "prompts": hashlib.sha256("\n".join(hashes).encode()).hexdigest()[:16],
@@ -133,15 +159,23 @@ def _arms_record(model: Any, lines: Sequence[Line], setting: Mapping[str, Any]) 
 
 
 def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], options: Mapping[str, Any]) -> list[Line]:
+    task = batch[0].task
+    if isinstance(task, MeasuredTask):
+        return task.measure(model, tokenizer, method, [question.item for question in batch], options["prefill_chunk"])
+    stops = line_stops(model, tokenizer) if batch[0].item.line_ends else {}
     generations = kvfoundry.generate(
         model,
         tokenizer,
         [question.item.prompt for question in batch],
         method=method,
-        max_new_tokens=max(question.item.max_new_tokens for question in batch),
+        chat=batch[0].chat,
+        answer_prefix=[question.item.answer_prefix for question in batch],
+        max_new_tokens=batch[0].item.max_new_tokens,
+        hold_back=batch[0].hidden,
         batch_size=len(batch),
         details=True,
         do_sample=False,
+        **stops,
         **options,
     )
     lines = []
@@ -150,8 +184,12 @@ def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], op
             raise AssertionError(
                 f"the model saw {generation.prompt_tokens} prompt tokens, {question.prompt_tokens} were meant"
             )
-        score, exact = question.task.score(question.item, generation.text)
+        score, exact = task.score(question.item, generation.text)
         measured = {name: getattr(generation, name) for name in _MEASURED}
+        if isinstance(task, ScoringTask):
+            measured |= task.more_scores(question.item, generation.text)
+        if question.item.notes:
+            measured["task_notes"] = list(question.item.notes)
         lines.append(
             {"prediction": generation.text, "score": score, "exact": exact, **measured, "notes": list(generation.notes)}
         )
@@ -176,32 +214,55 @@ def _answers(
 
 
 def _questions(
-    model: Any, tokenizer: Any, tasks: Sequence[Task], chat: bool, seed: int, limit: int | None
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[Task | MeasuredTask],
+    chat: bool,
+    seed: int,
+    limit: int | None,
+    hide_question: bool,
 ) -> list[_Question]:
     """Every item of every task with its token ids counted and hashed; refused when one does not fit the model."""
     questions = []
     for task in tasks:
         for item in spread(task.items(tokenizer, chat, seed), limit):
-            ids = encode_prompt(tokenizer, item.prompt, chat)
+            ids = encode_item(tokenizer, item, chat)
             check_length(model, len(ids), item.max_new_tokens, f"prompt {item.item} of {task.name}")
-            questions.append(_Question(task, item, len(ids), hash_ids(ids)))
+            hidden = hidden_tokens(tokenizer, item, chat) if hide_question else 0
+            ends = excerpt(tokenizer, ids)
+            questions.append(_Question(task, item, item_chat(item, chat), hidden, len(ids), hash_ids(ids), ends))
     if not questions:
         raise TaskError("the tasks hold no items.")
+    for key, count in Counter(question.key for question in questions).items():
+        if count > 1:
+            raise TaskError(f"item {key[1]} of {key[0]} occurs {count} times; a run needs names that tell items apart.")
     return questions
 
 
-def _batches(waiting: Sequence[_Question], batch_size: int) -> Iterator[Sequence[_Question]]:
-    """Batches of one task each."""
-    for _, group in itertools.groupby(waiting, key=lambda question: id(question.task)):
-        questions = list(group)
-        for start in range(0, len(questions), batch_size):
-            yield questions[start : start + batch_size]
+def _batches(questions: Sequence[_Question], batch_size: int) -> Iterator[Sequence[_Question]]:
+    """Batches of one task, one use of the chat template, one number of hidden tokens and one end of the answer each.
+
+    So a method sees of a prompt what it would see of it alone, and an answer is as long as it would be alone.
+    Prompts of like length share a batch: padding takes memory that would be counted as theirs. The batches depend on
+    the questions alone and not on which of them are answered already, so that a resumed run measures what an
+    undisturbed one does.
+    """
+    groups: dict[tuple[int, ...], list[_Question]] = {}
+    for question in questions:
+        item = question.item
+        alike_in = (id(question.task), question.chat, question.hidden, item.max_new_tokens, item.line_ends)
+        groups.setdefault(alike_in, []).append(question)
+    for alike in groups.values():
+        if batch_size > 1:
+            alike.sort(key=lambda question: question.prompt_tokens)
+        for start in range(0, len(alike), batch_size):
+            yield alike[start : start + batch_size]
 
 
 def evaluate(
     model: Any,
     tokenizer: Any,
-    tasks: Sequence[Task],
+    tasks: Sequence[Task | MeasuredTask],
     methods: Sequence[str | Any],
     *,
     out: Path,
@@ -221,7 +282,8 @@ def evaluate(
     Args:
         budgets: applied to each method that takes one; rows (int) or kept share (float).
         limit: items per task, spread over its grid.
-        batch_size: prompts per generation; items of one batch have the same task.
+        batch_size: prompts per generation. Answers, scores and kept rows do not depend on it; bytes and times are
+            those of the batch, shared out.
         chat: None uses the tokenizer's chat template when there is one.
         hide_question: methods act before they see the question, as on a stored document.
         resume: go on with what `out` holds already.
@@ -240,7 +302,7 @@ def evaluate(
     for arm in arms:
         kvfoundry.KVCache(model, arm)  # refuses a method that this model cannot serve before any prompt runs
     chat = resolve_chat(tokenizer, chat)
-    questions = _questions(model, tokenizer, tasks, chat, seed, limit)
+    questions = _questions(model, tokenizer, tasks, chat, seed, limit, hide_question)
     settings = {
         **(arguments or {}),
         "tasks": [{"task": task.name, **task.settings()} for task in tasks],
@@ -252,48 +314,45 @@ def evaluate(
         "prefill_chunk": prefill_chunk,
         "hide_question": hide_question,
     }
-    # One number for all items: what a method sees must not depend on which prompts share a batch.
-    hold_back = 0
-    if hide_question:
-        hold_back = max(
-            question_tokens(tokenizer, question.item.prompt, question.item.question, chat) for question in questions
-        )
-    options = {"chat": chat, "prefill_chunk": prefill_chunk, "hold_back": hold_back, "seed": seed}
+    options = {"prefill_chunk": prefill_chunk, "seed": seed}
     shared = {
         "backend": backend_of(model),
         "prefill_chunk": prefill_chunk,
-        "hold_back": hold_back,
+        "hide_question": hide_question,
         "batch_size": batch_size,
         "chat": chat,
     }
     meta: dict[str, Any] = {
+        "format": FORMAT,
         "versions": _versions(),
         "git_commit": _git_commit(),
         "machine": _machine(model),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "command": sys.argv[1:],
         "arguments": settings,
     }
     with ResultsFolder(out, settings, resume) as folder:
         folder.write_json(META, meta)
+        folder.write_prompts([question.ends() for question in questions])
         total, began, fresh = len(arms) * len(questions), time.perf_counter(), 0
         for arm in arms:
-            waiting = [
-                question
-                for question in questions
-                if (question.task.name, question.item.item, str(arm)) not in folder.finished
-            ]
-            for batch in _batches(waiting, batch_size):
-                for question, answer in zip(batch, _answers(model, tokenizer, arm, batch, options), strict=True):
-                    folder.append(question.identity(str(arm), seed) | answer)
-                fresh += len(batch)
+            for batch in _batches(questions, batch_size):
+                waiting = {question.key for question in batch if (*question.key, str(arm)) not in folder.finished}
+                if not waiting:
+                    continue
+                answers = zip(batch, _answers(model, tokenizer, arm, batch, options), strict=True)
+                pairs = [(question, answer) for question, answer in answers if question.key in waiting]
+                folder.append([question.identity(str(arm), seed) | answer for question, answer in pairs])
+                fresh += len(waiting)
                 if on_progress:
                     done = len(folder.finished)
                     left = (time.perf_counter() - began) / fresh * (total - done)
                     on_progress(Progress(done, total, str(arm), left))
-        rows = summarise(folder.lines)
-        meta["arms"] = _arms_record(model, folder.lines, shared)
+        meta["arms"] = _arms_record(folder.lines, meta["dtype"], shared)
         meta["shared_prompts"] = shared_prompts(folder.lines)
         folder.write_json(META, meta)
-        folder.write_json(SUMMARY, {"rows": rows})
-        report = folder.write_report(render_report(folder.lines))
-    return Outcome(rows, sum(row["failed"] for row in rows), report)
+        run = read_run(out)
+        rows, board, flags = summarise(run.lines), board_of(run.lines), flags_of(run)
+        folder.write_json(SUMMARY, {"rows": rows, "board": board, "warnings": flags})
+        report = folder.write_report(render_report(run))
+    return Outcome(rows, board, flags, sum(row["failed"] for row in rows), report)

@@ -2,7 +2,7 @@
 
 The wordings are chosen by measurement, not by taste: `benchmarks/needle_wordings.py` asks the embedded model with the
 full cache at 2,048 tokens and keeps what it found in `benchmarks/results/needle_wordings.json`. Answered whole, of 20
-each: word 20, phrase 18, digits 19.
+each: word 20, phrase 18, digits 20.
 """
 
 import random
@@ -101,9 +101,9 @@ KINDS = {
     ),
     "digits": NeedleKind(
         summary="seven digits",
-        sentence="One of the special magic numbers for {key} is: {answer}.",
-        question="What is the special magic number for {key} mentioned in the text?",
-        question_many="What are all {count} special magic numbers for {key} mentioned in the text?",
+        sentence="Remember this: the number filed under {key} is {answer}.",
+        question="What is the number filed under {key}?",
+        question_many="What are the {count} numbers filed under {key}?",
         answers=None,
     ),
 }  # fmt: skip

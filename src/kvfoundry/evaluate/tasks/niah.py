@@ -8,10 +8,11 @@ arXiv:2404.06654).
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from kvfoundry.errors import unknown_name
@@ -19,44 +20,12 @@ from kvfoundry.evaluate.metrics import contains_answer, score_answers
 from kvfoundry.evaluate.prompts import encode_prompt
 from kvfoundry.evaluate.tasks.base import Item, TaskError
 from kvfoundry.evaluate.tasks.haystack import folder_sentences, generated_sentences
+from kvfoundry.evaluate.tasks.needle_scores import SCORES, require_rouge, rouge_one
 from kvfoundry.evaluate.tasks.needles import CITIES, KINDS, Needle
+from kvfoundry.evaluate.tasks.placement import PLACEMENTS, insert_at_depths, insert_at_tokens, truncate_middle
 
 FRAME = "Read the following text and answer the question at the end.\n\n{context}\n\nQuestion: {question}"
 _QUESTION = FRAME.partition("{context}")[2]
-
-
-def truncate_middle(sizes: Sequence[int], budget: int) -> tuple[int, int]:
-    """How many leading and trailing pieces to keep so that their sizes sum to at most `budget`.
-
-    Pieces are dropped from the middle; head and tail are taken in turn, so that each gets about half.
-    """
-    if sum(sizes) <= budget:
-        return len(sizes), 0
-    head = tail = used = 0
-    while head + tail < len(sizes):
-        from_head = head <= tail
-        size = sizes[head] if from_head else sizes[-1 - tail]
-        if used + size > budget:
-            break
-        used += size
-        head, tail = (head + 1, tail) if from_head else (head, tail + 1)
-    return head, tail
-
-
-def insert_at_depths(sentences: Sequence[str], sizes: Sequence[int], needles: Sequence[tuple[float, str]]) -> str:
-    """The text with each (depth in percent, needle) at the sentence boundary nearest to that share of the tokens."""
-    boundaries = list(itertools.accumulate(sizes, initial=0))
-    slots: dict[int, list[str]] = {}
-    for depth, needle in needles:
-        target = boundaries[-1] * depth / 100
-        slots.setdefault(min(range(len(boundaries)), key=lambda index: abs(boundaries[index] - target)), []).append(
-            " " + needle
-        )
-    pieces: list[str] = []
-    for index in range(len(boundaries)):
-        pieces += slots.get(index, [])
-        pieces += sentences[index : index + 1]
-    return "".join(pieces).strip()
 
 
 @dataclass(frozen=True)
@@ -64,9 +33,11 @@ class NeedleTask:
     """The needle grid; `kind` is a name of `needles.KINDS`, `needles` how many facts the question asks for at once.
 
     distractors: facts of the same wording about other keys, spread over the text (RULER's multi-key form).
+    placement: a name of `PLACEMENTS`. scoring: a name of `SCORES`.
 
     Raises:
-        TaskError: a length, depth or count out of range, an unknown kind.
+        TaskError: a length, depth or count out of range, an unknown kind, placement or scoring.
+        MissingExtraError: the scoring needs a package that is not installed.
     """
 
     lengths: tuple[int, ...] = (1024, 2048)
@@ -77,12 +48,20 @@ class NeedleTask:
     repeats: int = 1
     haystack: Path | None = None
     max_new_tokens: int = 24
+    placement: str = "nearest"
+    scoring: str = "recovered"
 
     name = "niah"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise TaskError(unknown_name("needle kind", self.kind, KINDS))
+        if self.placement not in PLACEMENTS:
+            raise TaskError(unknown_name("placement", self.placement, PLACEMENTS))
+        if self.scoring not in SCORES:
+            raise TaskError(unknown_name("score", self.scoring, SCORES))
+        if self.scoring == "rouge":
+            require_rouge()
         for label, values in (("length", self.lengths), ("depth", self.depths)):
             if not values:
                 raise TaskError(f"no {label} given; name at least one with --{label}s.")
@@ -112,6 +91,8 @@ class NeedleTask:
             "repeats": self.repeats,
             "haystack": None if self.haystack is None else str(self.haystack),
             "max_new_tokens": self.max_new_tokens,
+            "placement": self.placement,
+            "scoring": self.scoring,
         }
 
     def items(self, tokenizer: Any, chat: bool, seed: int) -> list[Item]:
@@ -120,6 +101,9 @@ class NeedleTask:
         return [builder.build(repeat, length, depth) for repeat, length, depth in grid]
 
     def score(self, item: Item, prediction: str) -> tuple[float, bool]:
+        if self.scoring == "rouge":
+            scores = [rouge_one(needle, prediction) for needle in item.references]
+            return fmean(scores), all(score == 1.0 for score in scores)
         return score_answers(item.references, prediction)
 
 
@@ -180,28 +164,12 @@ class _Builder:
         count = len(needle.distractors)
         placed += [(100 * (number + 0.5) / count, sentence) for number, sentence in enumerate(needle.distractors)]
 
-        def prompt_of(head: int, tail: int) -> str:
-            end = len(sentences) - tail
-            context = insert_at_depths(sentences[:head] + sentences[end:], sizes[:head] + sizes[end:], placed)
-            return FRAME.format(context=context, question=needle.question)
-
-        fixed = len(encode_prompt(self.tokenizer, prompt_of(0, 0), self.chat))
-        budget = length - fixed
-        head, tail = truncate_middle(sizes, budget)
-        prompt = prompt_of(head, tail)
-        # Tokens of the parts need not sum to those of the whole, so the count of the whole decides.
-        while head + tail and len(encode_prompt(self.tokenizer, prompt, self.chat)) > length:
-            head, tail = truncate_middle(sizes, budget := budget - 1)
-            prompt = prompt_of(head, tail)
-        if head + tail == 0:
-            raise TaskError(
-                f"length {length} is too short: question, needle and chat template alone take {fixed} tokens; "
-                "raise --lengths."
-            )
+        place = self._between_sentences if self.task.placement == "nearest" else self._at_tokens
+        prompt = place(length, sentences, sizes, placed, needle.question)
         return Item(
             item=f"{self.task.kind}-n{self.task.needles}-L{length}-D{depth:g}-{repeat}",
             prompt=prompt,
-            references=needle.answers,
+            references=needle.sentences if self.task.scoring == "rouge" else needle.answers,
             max_new_tokens=self.task.max_new_tokens * self.task.needles,
             question=_QUESTION.format(question=needle.question),
             cell={
@@ -213,3 +181,59 @@ class _Builder:
                 "repeat": repeat,
             },
         )
+
+    def _prompt(self, context: str, question: str) -> tuple[str, int]:
+        """The prompt around a context, and its tokens."""
+        prompt = FRAME.format(context=context, question=question)
+        return prompt, len(encode_prompt(self.tokenizer, prompt, self.chat))
+
+    def _too_short(self, length: int, tokens: int) -> TaskError:
+        return TaskError(
+            f"length {length} is too short: question, needle and chat template alone take {tokens} tokens; "
+            "raise --lengths."
+        )
+
+    def _between_sentences(
+        self, length: int, sentences: list[str], sizes: list[int], placed: list[tuple[float, str]], question: str
+    ) -> str:
+        """The longest prompt of whole sentences, cut in the middle, with each needle at a sentence boundary."""
+
+        def prompt_of(head: int, tail: int) -> tuple[str, int]:
+            end = len(sentences) - tail
+            kept, of_kept = sentences[:head] + sentences[end:], sizes[:head] + sizes[end:]
+            return self._prompt(insert_at_depths(kept, of_kept, placed), question)
+
+        _, fixed = prompt_of(0, 0)
+        budget = length - fixed
+        head, tail = truncate_middle(sizes, budget)
+        prompt, tokens = prompt_of(head, tail)
+        # Tokens of the parts need not sum to those of the whole, so the count of the whole decides.
+        while head + tail and tokens > length:
+            head, tail = truncate_middle(sizes, budget := budget - 1)
+            prompt, tokens = prompt_of(head, tail)
+        if head + tail == 0:
+            raise self._too_short(length, fixed)
+        return prompt
+
+    def _at_tokens(
+        self, length: int, sentences: list[str], sizes: list[int], placed: list[tuple[float, str]], question: str
+    ) -> str:
+        """The longest prompt of the text's first tokens, with each needle in front of a token."""
+        text = "".join(sentences).strip()
+        spans = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
+            "offset_mapping"
+        ]
+
+        def prompt_of(room: int) -> tuple[str, int]:
+            context = insert_at_tokens(text, spans, room, placed, to_stop=self.task.placement == "stop")
+            return self._prompt(context, question)
+
+        _, fixed = prompt_of(0)
+        room = length - fixed
+        prompt, tokens = prompt_of(max(room, 0))
+        while room > 0 and tokens > length:
+            room -= tokens - length
+            prompt, tokens = prompt_of(max(room, 0))
+        if room <= 0:
+            raise self._too_short(length, fixed)
+        return prompt

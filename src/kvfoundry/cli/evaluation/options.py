@@ -1,0 +1,70 @@
+"""What every eval command takes, declared once: each field of `EvalOptions` is an option of each task."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from kvfoundry.cli.options import (
+    BudgetOption,
+    ChatOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    MethodOption,
+    ModelOption,
+    PrefillOption,
+    SeedOption,
+)
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """The options that all eval tasks share; `with_eval_options` adds them to a command."""
+
+    model: ModelOption = "smollm2"
+    method: MethodOption = None
+    budget: BudgetOption = None
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="At most so many items of each task, spread over its grid.")
+    ] = None
+    batch_size: Annotated[int, typer.Option("--eval-batch-size", "--eval_batch_size", help="Prompts per batch.")] = 1
+    chat: ChatOption = None
+    prefill_chunk: PrefillOption = None
+    hide_question: Annotated[
+        bool, typer.Option("--hide-question", help="Methods act before they see the question, as on a stored document.")
+    ] = False
+    seed: SeedOption = 0
+    out: Annotated[Path, typer.Option("--out", help="Results folder.")] = Path("results")
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    as_json: JsonOption = False
+
+
+def with_eval_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the shared options behind its own; it receives them as `options`, an `EvalOptions`.
+
+    Without --out, results go to results/NAME, where NAME is that of the command.
+    """
+    hints = get_type_hints(EvalOptions, include_extras=True)
+    defaults = {field.name: field.default for field in fields(EvalOptions)}
+    defaults["out"] = Path("results") / command.__name__
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> None:
+        command(**{name: given.pop(name) for name in own}, options=EvalOptions(**given))
+
+    signature = inspect.signature(command)
+    own = [name for name in signature.parameters if name != "options"]
+    parameters = [signature.parameters[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in own] + [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+        for name, default in defaults.items()
+    ]
+    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapped
