@@ -22,6 +22,7 @@ _EXPORTS = {
     "prefill": "generation",
     "load": "models",
     "methods": "methods",
+    "read_passage": "chunks.passage",
     "KVFoundryError": "errors",
 }
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvfoundry.cache import KVCache as KVCache
     from kvfoundry.chunks.chunk import ChunkKV as ChunkKV
     from kvfoundry.chunks.identity import Identity as Identity
+    from kvfoundry.chunks.passage import read_passage as read_passage
     from kvfoundry.chunks.store import ChunkStore as ChunkStore
     from kvfoundry.errors import KVFoundryError as KVFoundryError
     from kvfoundry.generation import generate as generate

@@ -125,6 +125,6 @@ def in_own_memory(entry: Entry, *, pinned: bool = False) -> Entry:
 
     def held(tensor: torch.Tensor) -> torch.Tensor:
         host = owned(tensor.cpu())
-        return host.pin_memory() if pinned and not host.is_pinned() else host
+        return host.pin_memory() if pinned and host.numel() and not host.is_pinned() else host
 
     return Entry(entry.id, entry.identity, entry.chunk.mapped(held))

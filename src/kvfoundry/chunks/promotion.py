@@ -88,7 +88,9 @@ class Mover:
         if device.type != "cuda":
             return Arrival(chunk.to(device), chunk.nbytes)
         with self._lock:
-            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
         with torch.cuda.device(device), torch.cuda.stream(stream):
             if chunk.device.type == "cuda":  # rows that another stream of this process has just computed
                 stream.wait_stream(torch.cuda.default_stream(chunk.device))
