@@ -19,6 +19,7 @@ from kvfoundry.cli.options import Interrupted
 from kvfoundry.cli.pick import pick
 from kvfoundry.cli.report import report
 from kvfoundry.cli.run import run
+from kvfoundry.cli.store import store_app
 from kvfoundry.errors import KVFoundryError
 
 app = typer.Typer(
@@ -37,6 +38,7 @@ app.command(context_settings=PASS_ON)(lm_eval)
 app.command()(report)
 app.command()(pick)
 app.add_typer(analyze_app, name="analyze")
+app.add_typer(store_app, name="store")
 
 # typer exports no name for the base of its usage errors; BadParameter is the one public member of that family.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
