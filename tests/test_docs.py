@@ -14,6 +14,7 @@ import kvfoundry
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WITH_DATA = ("evaluation.md", "from_the_playground.md", "lm_eval.md")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INDENTED_COMMAND = re.compile(r"^    ((?:make|kvfoundry|python) .*)$", re.MULTILINE)
 
@@ -78,9 +79,9 @@ def _run(line: str, folder: Path) -> None:
 @pytest.mark.embedded
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    # The commands of evaluation.md read data files: tests/evaluate/test_page.py makes such files and runs them.
+    # The commands of these pages read data files: tests/evaluate and tests/integrations make such files and run them.
     "page",
-    [page for page in PAGES if commands(page) and page.name != "evaluation.md"],
+    [page for page in PAGES if commands(page) and page.name not in WITH_DATA],
     ids=lambda page: page.name,
 )
 def test_commands_run(page: Path, tmp_path: Path) -> None:

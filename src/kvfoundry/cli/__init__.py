@@ -13,6 +13,7 @@ from kvfoundry.analysis.command import analyze_app
 from kvfoundry.cli.calibrate import calibrate
 from kvfoundry.cli.demo import demo
 from kvfoundry.cli.evaluation import eval_app
+from kvfoundry.cli.lm_eval import PASS_ON, lm_eval
 from kvfoundry.cli.methods import methods
 from kvfoundry.cli.options import Interrupted
 from kvfoundry.cli.pick import pick
@@ -33,6 +34,7 @@ app.command()(run)
 app.command()(methods)
 app.command()(calibrate)
 app.add_typer(eval_app, name="eval")
+app.command(context_settings=PASS_ON)(lm_eval)
 app.command()(report)
 app.command()(pick)
 app.add_typer(analyze_app, name="analyze")

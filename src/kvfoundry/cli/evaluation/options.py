@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kvfoundry.cli.evaluation.playground import PlaygroundWords
 from kvfoundry.cli.options import (
     BudgetOption,
     ChatOption,
@@ -23,7 +24,7 @@ from kvfoundry.cli.options import (
 
 
 @dataclass(frozen=True)
-class EvalOptions:
+class EvalOptions(PlaygroundWords):
     """The options that all eval tasks share; `with_eval_options` adds them to a command."""
 
     model: ModelOption = "smollm2"
@@ -39,7 +40,7 @@ class EvalOptions:
         bool, typer.Option("--hide-question", help="Methods act before they see the question, as on a stored document.")
     ] = False
     seed: SeedOption = 0
-    out: Annotated[Path, typer.Option("--out", help="Results folder.")] = Path("results")
+    out: Annotated[Path, typer.Option("--out", "--save_dir", help="Results folder.")] = Path("results")
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"
