@@ -41,9 +41,13 @@ def test_only_known_kinds_of_blocks_are_used() -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """The blocks of one page run in order, in one fresh process."""
-    script = tmp_path / "page.py"
+    _run_python(page, tmp_path)
+
+
+def _run_python(page: Path, folder: Path) -> None:
+    script = folder / "page.py"
     script.write_text("\n".join(blocks(page, "python")))
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -81,6 +85,8 @@ def _run(line: str, folder: Path) -> None:
     ids=lambda page: page.name,
 )
 def test_commands_run(page: Path, tmp_path: Path) -> None:
+    if any(line.startswith("kvfoundry store") for line in commands(page)):
+        _run_python(page, tmp_path)  # which makes the store that the commands look into
     for line in commands(page):
         _run(line, tmp_path)
 

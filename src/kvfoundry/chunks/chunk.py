@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvfoundry.cache import KVCache
 from kvfoundry.chunks.fields import text, whole_number, word
-from kvfoundry.chunks.taking import check_source, recorded, row_dtype
+from kvfoundry.chunks.taking import check_source, layer_devices, recorded, row_dtype
 from kvfoundry.errors import CacheStateError, DataError, SpecError
 from kvfoundry.layer import CacheLayer, storage_bytes
 from kvfoundry.layouts import Layout, RowsView
@@ -59,6 +59,17 @@ class ChunkLayer:
         if not self.is_plain:
             raise CacheStateError("these rows are compressed; chunk.plain(model) reads them.")
         return self.record.view()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return next(tensor.device for name, tensor in self.record.tensors.items() if not is_count(name))
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> ChunkLayer:
+        """The layer with its rows on a device; itself when they are there."""
+        if self.device == device:
+            return self
+        return replace(self, record=self.record.to(device, non_blocking=non_blocking))
 
     @property
     def keys(self) -> Tensor:
@@ -116,6 +127,7 @@ class ChunkKV:
     def to_cache(self, model: PreTrainedModel, method: str | Method | None = None) -> KVCache:
         """A cache that has read the passage, over this chunk's memory; the first write on its side copies.
 
+        Rows that are not where their layer of the model is are copied there.
         method: what happens to the rows that follow, as in decode. By default nothing is dropped any more, and a codec
         of the chunk's method goes on. Rows before `start` are not there, though positions count them.
         Raises SpecError for another method over compressed rows, DataError when the model has other layers.
@@ -128,8 +140,8 @@ class ChunkKV:
         if len(layers) != len(self.layers):
             raise DataError(f"the chunk has {len(self.layers)} attention layers, and the model {len(layers)}.")
         tokens = self.start + len(self.token_ids)
-        for layer, held in zip(layers, self.layers, strict=True):
-            layer.hold(self._restored(layer, held), tokens, held.heads)
+        for layer, held, device in zip(layers, self.layers, layer_devices(model, cache), strict=True):
+            layer.hold(self._restored(layer, held.to(device)), tokens, held.heads)
         cache.expect_prompt(tokens)
         return cache
 
@@ -160,14 +172,9 @@ class ChunkKV:
     def to(self, device: str | torch.device, *, non_blocking: bool = False) -> ChunkKV:
         """The chunk with its rows on a device; itself when they are there. Token ids stay on the CPU."""
         target = torch.device(device)
-        if self.device == target:
+        if self.devices == {target}:
             return self
-        return replace(
-            self,
-            layers=tuple(
-                replace(each, record=each.record.to(target, non_blocking=non_blocking)) for each in self.layers
-            ),
-        )
+        return replace(self, layers=tuple(each.to(target, non_blocking=non_blocking) for each in self.layers))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkKV:
         """The chunk with `change` applied to every tensor; it must keep shape, dtype and contents."""
@@ -180,7 +187,12 @@ class ChunkKV:
     @property
     def device(self) -> torch.device:
         """Where the rows of the first layer are."""
-        return next(tensor.device for name, tensor in _named(self.layers[0]) if not is_count(name))
+        return self.layers[0].device
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the rows of all layers are; several for a model that is split."""
+        return {layer.device for layer in self.layers}
 
     @property
     def nbytes(self) -> int:
@@ -190,7 +202,9 @@ class ChunkKV:
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor by name: `token_ids`, `context_ids`, and `<layer>.<name>` as in `Record`."""
         named = {"token_ids": self.token_ids, "context_ids": self.context_ids}
-        return named | {f"{i}.{name}": tensor for i, each in enumerate(self.layers) for name, tensor in _named(each)}
+        for number, layer in enumerate(self.layers):
+            named |= {f"{number}.{name}": tensor for name, tensor in layer.record.tensors.items()}
+        return named
 
     def metadata(self) -> dict[str, Any]:
         """What `from_tensors` needs beside the tensors, ready for JSON."""
@@ -239,10 +253,6 @@ class ChunkKV:
 def _without_eviction(spec: str) -> Method:
     """The method with nothing dropped any more: its codec and its way of reading go on."""
     return Method.parse(spec).replace(score=None, budget=None, reconstructs=None, dispose=None)
-
-
-def _named(layer: ChunkLayer) -> Iterator[tuple[str, Tensor]]:
-    yield from layer.record.tensors.items()
 
 
 def _of_layer(tensors: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:

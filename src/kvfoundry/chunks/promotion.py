@@ -83,7 +83,7 @@ class Mover:
         The source may be forgotten at once: pinned memory is not given to others before the copy has read it, and the
         target is new memory, so nobody else's rows are written over, whatever becomes of this arrival.
         """
-        if chunk.device == device:
+        if chunk.devices == {device}:
             return Arrival(chunk)
         if device.type != "cuda":
             return Arrival(chunk.to(device), chunk.nbytes)

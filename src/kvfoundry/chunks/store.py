@@ -169,10 +169,10 @@ class ChunkStore:
         slower: list[Tier] = []
         for tier in self.tiers:
             if isinstance(tier, DeviceTier):
-                if chunk.device == tier.device and tier.write(_marked(entry)):
+                if chunk.devices == {tier.device} and tier.write(_marked(entry)):
                     there.append(tier.name)
                 continue
-            if chunk.device.type != "cpu":
+            if any(device.type != "cpu" for device in chunk.devices):
                 entry = in_own_memory(entry, pinned=torch.cuda.is_available())
                 chunk = entry.chunk
             if tier.in_memory or self.config.write == "through":
