@@ -166,10 +166,14 @@ def test_B77_ten_thousand_operations_at_the_brim(tmp_path: Path) -> None:
         for key in keys:  # full before it begins
             store.put(key, chunks[key.id])
 
+        fills = [tier.nbytes / capacity for tier in store.tiers[:2]]
+
         def work(seed: int) -> None:
             draw = random.Random(seed)
             try:
                 for step in range(2500):
+                    if step % 50 == 0:  # at the end the last draws may just have emptied it
+                        fills.extend(tier.nbytes / capacity for tier in store.tiers[:2])
                     key = draw.choice(keys)
                     what = draw.random()
                     if what < 0.5:
@@ -203,11 +207,9 @@ def test_B77_ten_thousand_operations_at_the_brim(tmp_path: Path) -> None:
         assert errors == []
         stats = store.stats()
         assert stats["pinned_bytes"] == 0 and store.verify() == []
-        fills = []
         for tier in store.tiers[:2]:
             assert tier.nbytes == sum(each.size for each in tier.listing()) <= capacity
-            fills.append(tier.nbytes / capacity)
-        assert max(fills) > 0.8
+        assert 0.8 < max(fills) <= 1
         tokens = (capacity - 1000) // chunk_for(key_of(1, tokens=1)).nbytes  # as large as can be, in rows
         large = key_of(777, tokens=tokens)
         assert store.put(large, chunk_for(large))[:2] == ["device", "host"]
