@@ -21,6 +21,7 @@ MINOR = {
     "slots",
     "rope_layout",
     "embedded",
+    "wheels",
     "quiet",
     "columns",
     "tensor_refusal",
