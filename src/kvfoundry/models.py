@@ -56,7 +56,7 @@ def load(
         MissingExtraError: ``flash_attention_2`` without the flash-attn package.
     """
     _check_attention(attn_implementation)
-    target = _device(device)
+    target = check_device(device)
     numbers = _dtype(dtype, target)
     source = _resolve(str(name), revision)
     if numbers == "auto" and "gguf_file" in source.arguments:
@@ -195,7 +195,8 @@ def _check_attention(name: str) -> None:
         )
 
 
-def _device(device: str | torch.device) -> torch.device:
+def check_device(device: str | torch.device) -> torch.device:
+    """The torch device that a name means; "auto" is CUDA where there is one. ModelLoadError where it is not there."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

