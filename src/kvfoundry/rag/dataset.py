@@ -114,18 +114,22 @@ def dataset_name(path: Path) -> str:
 
 
 def _candidates(sample: RagSample) -> tuple[tuple[Candidate, ...], list[tuple[int, int]]]:
-    """Each distinct passage once, and (first, later) numbers from 1 of those that come again."""
-    first: dict[str, int] = {}
+    """Each distinct passage once, and (first, later) numbers from 1 of those that come again.
+
+    A label on any of several equal passages is a label of the one that stays.
+    """
+    found: dict[str, Candidate] = {}
     twice: list[tuple[int, int]] = []
-    found: list[Candidate] = []
     for place, passage in enumerate(sample.passages):
         name = passage_id(passage)
-        if name in first:
-            twice.append((first[name] + 1, place + 1))
-        else:
-            first[name] = place
-            found.append(Candidate(name, place, passage))
-    return tuple(found), twice
+        if name not in found:
+            found[name] = Candidate(name, place, passage)
+            continue
+        first = found[name]
+        twice.append((first.place + 1, place + 1))
+        if passage.gold:
+            found[name] = Candidate(name, first.place, passage)
+    return tuple(found.values()), twice
 
 
 def limited(dataset: Dataset, limit: int | None) -> Dataset:

@@ -69,7 +69,7 @@ class Retrieval:
     extra: Mapping[str, Mapping[str, str]]
 
     def recall(self, which: str) -> Recall | None:
-        """Recall at k of "own" or "corpus" over the labelled samples; None without any, or where it was not searched."""
+        """Recall at k of "own" or "corpus" over the labelled samples; None without any, or without that search."""
         lists = [(getattr(each, which), frozenset(each.gold)) for each in self.samples]
         return recall_of(([one.id for one in found], gold) for found, gold in lists if found is not None)
 

@@ -26,7 +26,7 @@ class Words:
         counted = self._words(texts)
         if any(counted):  # the library refuses passages without a single word
             self._index = self._library.BM25(k1=k1, b=b)
-            self._index.index(counted, show_progress=False)
+            self._index.index(counted, create_empty_token=False, show_progress=False)
 
     def _words(self, texts: list[str]) -> Any:
         return self._library.tokenize(
