@@ -34,8 +34,8 @@ class MeanPooledEncoder:
 
     Args:
         folder: weights, configuration and tokenizer.
-        limit: tokens of a text that are read. all-MiniLM is published with 256; reading 512 does not find more (see
-            docs/retrieval.md).
+        limit: tokens of a text that are read, at most the model's positions. all-MiniLM is published with 256; reading
+            512 does not find more (see docs/retrieval.md).
         name: what to call it in messages and files.
 
     Raises:
@@ -45,7 +45,7 @@ class MeanPooledEncoder:
     makes = frozenset({"pooled", "tokens"})
 
     def __init__(self, folder: Path, *, limit: int = 256, name: str | None = None, device: str = "cpu"):
-        self.name, self.limit, self._device = name or str(folder), limit, device
+        self.name, self._device = name or str(folder), device
         try:
             with quiet():
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -55,10 +55,11 @@ class MeanPooledEncoder:
                 f"cannot load the encoder {self.name!r} ({first_line(error)}); check the folder {folder}."
             ) from error
         self._model = model.eval().to(device)
+        self.limit = min(limit, getattr(model.config, "max_position_embeddings", limit))
         marks = [self._tokenizer.convert_tokens_to_ids(mark) for mark in string.punctuation]
         known = {mark for mark in marks if mark is not None and mark != self._tokenizer.unk_token_id}
         self._punctuation = torch.tensor(sorted(known), dtype=torch.long)
-        self.digest = f"{fingerprint(weights_of(model))[:16]}-{limit}-{TEXT_FORM}"
+        self.digest = f"{fingerprint(weights_of(model))[:16]}-{self.limit}-{TEXT_FORM}"
 
     def passages(self, passages: Sequence[Passage], want: frozenset[str]) -> Iterator[Vectors]:
         """The vectors of passages, in their order."""
