@@ -1,6 +1,7 @@
 """Recall@5 of the passages that an answer needs, for every retriever, among a question's own passages and among all.
 
     python benchmarks/retrieval_recall.py --data ../shared/data [--work retrieval-work]
+    python benchmarks/retrieval_recall.py --page            # renew the tables of docs/retrieval.md from the results
 
 Reads hotpotqa_train100 and musique_train100 from the data folder, and our own question set. Vectors are made once and
 stay in the work folder. Writes benchmarks/results/retrieval_recall.json.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +27,7 @@ from kvfoundry.rag.encoders.mean_pooled import MeanPooledEncoder
 from kvfoundry.rag.encoders.minilm import minilm_folder
 
 RESULTS = Path(__file__).resolve().parent / "results" / "retrieval_recall.json"
+PAGE = RESULTS.parents[2] / "docs" / "retrieval.md"
 LABELLED = ("hotpotqa_train100", "musique_train100")
 
 BASE = "dense(weight=0.8)+bm25(weight=0.2)"
@@ -83,11 +86,66 @@ def opened(work: Path, dataset: Dataset, name: str, keeps: frozenset[str]) -> tu
     return index, {"passages": len(index), "cut": len(index.cut), "bytes": size, "index_seconds": seconds}
 
 
+def tables(record: dict[str, Any]) -> dict[str, str]:
+    """The tables of docs/retrieval.md: name -> Markdown."""
+    sets = record["datasets"]
+    hotpot, musique, own = (sets[name] for name in (*LABELLED, "ragqa"))
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        return [f"{100 * row[mode]['recall']:.1f}" for mode in ("own", "corpus")]
+
+    def rows(spec: str, *among: list[dict[str, Any]]) -> list[str]:
+        return [cell for part in among for row in part if row["retriever"] == spec for cell in cells(row)]
+
+    heading = "| retriever | HotpotQA own | all found | pool | MuSiQue own | all found | pool | ours, own | pool |"
+    quality = [heading, "|---|---|---|---|---|---|---|---|---|"]
+    parts = ["| retriever | HotpotQA own | pool | MuSiQue own | pool |", "|---|---|---|---|---|"]
+    chosen = [str(Retriever.parse(spec)) for spec in RETRIEVERS]
+    for one, other in zip(hotpot["rows"], musique["rows"], strict=True):
+        spec = one["retriever"]
+        assert spec == other["retriever"]
+        mark = f"`{spec}`" + (" (default)" if spec == record["default"] else "")
+        if spec in chosen:
+            wide = [
+                value for row in (one, other)
+                for value in (cells(row)[0], f"{100 * row['own']['complete']:.0f}", cells(row)[1])
+            ]  # fmt: skip
+            quality.append(f"| {' | '.join([mark, *wide, *rows(spec, own['rows'])])} |")
+        if spec not in chosen or spec == record["default"]:
+            parts.append(f"| {' | '.join([mark, *cells(one), *cells(other)])} |")
+    stored = [
+        "| stored as | retriever | HotpotQA own | pool | MuSiQue own | pool | MB | index s | query ms |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, form in hotpot["stored"].items():
+        there = musique["stored"][name]
+        for one, other in zip(form["rows"], there["rows"], strict=True):
+            needs = Retriever.parse(one["retriever"]).needs
+            size = sum(size for kind, size in there["bytes"].items() if kind in needs) / 1e6
+            spent = "" if there["index_seconds"] is None else f"{there['index_seconds']:.0f}"
+            speed = f"{other['corpus']['ms_per_question']:.0f}"
+            line = [name, f"`{one['retriever']}`", *cells(one), *cells(other), f"{size:.1f}", spent, speed]
+            stored.append(f"| {' | '.join(line)} |")
+    return {"quality": "\n".join(quality), "parts": "\n".join(parts), "stored": "\n".join(stored)}
+
+
+def renewed(page: str, record: dict[str, Any]) -> str:
+    """The page with its tables as the results have them."""
+    for name, table in tables(record).items():
+        pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
+        page = pattern.sub(lambda match, table=table: match[1] + table + "\n" + match[2], page)
+    return page
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--work", type=Path, default=Path("retrieval-work"))
+    parser.add_argument("--page", action="store_true", help="only renew the tables of the docs")
     arguments = parser.parse_args()
+    if arguments.page:
+        PAGE.write_text(renewed(PAGE.read_text(), json.loads(RESULTS.read_text())))
+        return
     torch.set_num_threads(1)
 
     record: dict[str, Any] = {

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def retrieve(
-    data: Annotated[Path, typer.Option("--data", help="File with question, answers and ctxs for each sample.")],
+    data: Annotated[
+        Path | None, typer.Option("--data", help="File with question, answers, ctxs per sample. (default: our own)")
+    ] = None,
     k: Annotated[int, typer.Option("--k", "--top-k", help="Passages for each question.")] = 5,
     mode: Annotated[
         str, typer.Option("--mode", help="own: among the sample's passages; corpus: among all; both.")
@@ -49,6 +51,7 @@ def retrieve(
     Passages are indexed once; a second run, or one that was interrupted, goes on with what is there. Bad samples are
     named and left out.
     """
+    from kvfoundry.evaluate.tasks.ragqa_data import OWN_DATA
     from kvfoundry.rag.dataset import limited, load_dataset, told
     from kvfoundry.rag.retrieval_file import retrieval_path
     from kvfoundry.rag.retrieve import check_k, fill_index
@@ -56,7 +59,7 @@ def retrieve(
     from kvfoundry.rag.retrievers import DEFAULT, Retriever
 
     recipe = Retriever.parse(retriever or DEFAULT)
-    dataset = limited(load_dataset(data), limit)
+    dataset = limited(load_dataset(data or OWN_DATA), limit)
     # a given index may hold more: what it will hold is known once it is open
     few = check_k(dataset, k, mode, len(dataset.passages) if index is None else sys.maxsize)
     for line in told(dataset):
