@@ -52,6 +52,12 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
+def test_only_the_command_imports_the_pipeline() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] not in ("rag", "cli"):
+            assert "rag" not in imports_of(path), path
+
+
 @pytest.mark.parametrize(
     ("room", "forbidden"),
     [
