@@ -38,8 +38,8 @@ RETRIEVERS = (
 )  # fmt: skip
 # What each part of `titles` brings, and how much its strength matters.
 TITLES = (
-    *(f"{BASE}+titles(named={named}, linked={linked})" for named, linked in ((2.0, 0.0), (0.0, 2.0))),
-    *(f"{BASE}+titles(named={size}, linked={size})" for size in (1.0, 3.0, 4.0)),
+    *(f"{BASE}+titles(named={named}, linked={linked})" for named, linked in ((3.0, 0.0), (0.0, 3.0))),
+    *(f"{BASE}+titles(named={size}, linked={size})" for size in (1.0, 2.0, 4.0)),
     *(f"{BASE}+titles(first={first})" for first in (1, 3, 5)),
 )  # fmt: skip
 # name -> (tokens of a text that are read, rounded to int8, token vectors pooled into one, retrievers)

@@ -65,8 +65,8 @@ class FollowTitles:
     Both are in standard deviations of the scores found so far.
     """
 
-    named: float = 2.0
-    linked: float = 2.0
+    named: float = 3.0
+    linked: float = 3.0
     first: int = 2
 
     name: ClassVar[str] = "titles"
