@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class ProjectedValues(Refinement):
         sure = (counts.double() * self.first).long().clamp(min=1).to(scores.device)[..., None]
         places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
         decided = torch.zeros_like(protected).scatter(-1, order, places < sure)
-        refined = (scores + self.epsilon) * self._norms(evidence)
+        refined = (scores + self.epsilon) * evidence.once("projected_values", partial(self._norms, evidence))
         return refined.masked_fill(decided, torch.inf)
 
     def _norms(self, evidence: Evidence) -> Tensor:
