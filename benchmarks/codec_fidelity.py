@@ -25,8 +25,8 @@ from kvfoundry.method import Method
 # gear has groups of 64: its base is compared with plain groups of 64.
 METHODS = (
     "kvquant(bits=3)", "kivi(bits=2)", "gear(bits=4)", "int4(group=64)", "gear(bits=2)", "int2(group=64)",
-    "think(ratio=0.5)", "kivi(bits=4)", "int4()", "rotate()+int4()", "kvquant(bits=2)", "kvquant(bits=4)", "minicache()",
-    "int8()", "fp8()", "int2()", "rotate()+int2()", "kivi(bits=2, group=64)", "think(ratio=0.3)",
+    "think(ratio=0.5)", "kivi(bits=4)", "int4()", "rotate()+int4()", "kvquant(bits=2)", "kvquant(bits=4)",
+    "minicache()", "int8()", "fp8()", "int2()", "rotate()+int2()", "kivi(bits=2, group=64)", "think(ratio=0.3)",
     "rotate()+kivi(bits=2)", "snapkv(budget=0.2)+kivi(bits=2)",
 )  # fmt: skip
 # Pieces as long as the stride at which codecs write: no more rows are read whole than in decode token by token.
