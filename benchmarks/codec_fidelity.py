@@ -22,12 +22,15 @@ from kvfoundry.evaluate.fidelity import compare, force
 from kvfoundry.evaluate.tasks.haystack import folder_sentences, generated_sentences
 from kvfoundry.method import Method
 
+# gear has groups of 64: its base is compared with plain groups of 64.
 METHODS = (
-    "int8()", "int4()", "int2()", "rotate()+int8()", "rotate()+int4()", "rotate()+int2()", "int4(keys='tokens')",
-    "int4(mode='symmetric')", "fp8()", "kivi(bits=4)", "kivi(bits=2)", "kivi(bits=2, group=64)",
+    "kvquant(bits=3)", "kivi(bits=2)", "gear(bits=4)", "int4(group=64)", "gear(bits=2)", "int2(group=64)",
+    "think(ratio=0.5)", "kivi(bits=4)", "int4()", "rotate()+int4()", "kvquant(bits=2)", "kvquant(bits=4)",
+    "minicache()", "int8()", "fp8()", "int2()", "rotate()+int2()", "kivi(bits=2, group=64)", "think(ratio=0.3)",
     "rotate()+kivi(bits=2)", "snapkv(budget=0.2)+kivi(bits=2)",
 )  # fmt: skip
-WINDOW, PROMPT, PIECE = 1024, 256, 8
+# Pieces as long as the stride at which codecs write: no more rows are read whole than in decode token by token.
+WINDOW, PROMPT, PIECE = 1024, 256, 32
 
 
 def share(method: Method, tokens: int = 4096, heads: int = 8, dim: int = 128) -> float | None:
@@ -40,8 +43,8 @@ def share(method: Method, tokens: int = 4096, heads: int = 8, dim: int = 128) ->
 
 
 def logits(model: Any, tokenizer: Any, spec: str | None, ids: Tensor) -> Tensor:
-    """Logits behind the prompt, [tokens, vocabulary] in float32."""
-    return force(model, tokenizer, ids, torch.ones_like(ids), WINDOW - PROMPT, spec, piece=PIECE).logits[0]
+    """Logits behind the prompts, [windows, tokens, vocabulary] in float32."""
+    return force(model, tokenizer, ids, torch.ones_like(ids), WINDOW - PROMPT, spec, piece=PIECE).logits
 
 
 def main() -> None:
@@ -57,8 +60,8 @@ def main() -> None:
     ids: list[int] = []
     while len(ids) < arguments.windows * WINDOW:
         ids += tokenizer(next(sentences) + " ", add_special_tokens=False)["input_ids"]
-    windows = torch.tensor(ids[: arguments.windows * WINDOW]).view(arguments.windows, 1, WINDOW)
-    full = [logits(model, tokenizer, None, window) for window in windows]
+    windows = torch.tensor(ids[: arguments.windows * WINDOW]).view(arguments.windows, WINDOW)
+    full = logits(model, tokenizer, None, windows)
     tokens = arguments.windows * (WINDOW - PROMPT)
     results: dict[str, Any] = {"model": arguments.model, "text": str(arguments.text and arguments.text.name),
                                "tokens": tokens, "prompt": PROMPT, "piece": PIECE, "torch": torch.__version__,
@@ -68,8 +71,8 @@ def main() -> None:
     for spec in arguments.method or METHODS:
         method, began = Method.parse(spec), time.perf_counter()
         found = [
-            compare(a, logits(model, tokenizer, spec, window), window[0, PROMPT:])
-            for a, window in zip(full, windows, strict=True)
+            compare(a, b, window[PROMPT:])
+            for a, b, window in zip(full, logits(model, tokenizer, spec, windows), windows, strict=True)
         ]
         entry = {
             "kl": fmean(one.kl for one in found),

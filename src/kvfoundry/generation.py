@@ -197,10 +197,16 @@ def _encode_one(
     return list(tokenizer(text, add_special_tokens=not chat and not continued, verbose=False)["input_ids"])
 
 
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The number of positions that the model was made for; None where its config names none."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
 def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int, what: str) -> None:
     """Raise DataError when prompt and answer together need more positions than the model was made for."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(limit, int) and prompt_tokens + max_new_tokens > limit:
+    limit = position_limit(model)
+    if limit is not None and prompt_tokens + max_new_tokens > limit:
         raise DataError(
             f"{what} has {prompt_tokens} tokens and asks for {max_new_tokens} more, "
             f"but the model is limited to {limit} positions; "

@@ -400,6 +400,9 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
     def end_reconstruction(self) -> None:
         """The prompt has been read the second time: what stays of it may be written down."""
         self.reconstructed, self.rests = True, False
+        if isinstance(self.rows, DenseRows):
+            # The second reading went through spare slots: a layer that dropped nothing still holds their memory.
+            self.rows = self._newest(self.rows.lengths)
         self._code()
         self.note_bytes()
 
@@ -424,12 +427,16 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             return  # decode trims in strides, not at every token
         if int(lengths.max()) <= reserve:
             return
+        self.rows = self._newest(lengths.clamp(max=reserve))
+
+    def _newest(self, counts: Tensor) -> DenseRows:
+        """The newest rows of every head in memory of their own; counts: [batch, heads], on the CPU."""
+        assert self.rows is not None
         view = self.rows.view()
-        counts = lengths.clamp(max=reserve)
         offset = torch.arange(int(counts.max()))
-        slots = (lengths - counts)[..., None] + offset
+        slots = (self.rows.lengths - counts)[..., None] + offset
         slots = slots.masked_fill(offset >= counts[..., None], -1).to(view.keys.device)
-        self.rows = DenseRows.gathered(view, slots, counts)
+        return DenseRows.gathered(view, slots, counts)
 
     # State.
 

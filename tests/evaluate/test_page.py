@@ -44,6 +44,19 @@ def workplace(model_folder, tmp_path_factory):
         for number in range(12)
     ]  # fmt: skip
     (folder / "data" / "hotpot.json").write_text(json.dumps(hotpot))
+    (folder / "data" / "longbench").mkdir()
+    sample = {
+        "context": prose,
+        "input": "Who saw it?",
+        "answers": ["the roof"],
+        "all_classes": ["the roof"],
+        "length": 9,
+    }
+    for name in ("hotpotqa", "hotpotqa_e", "trec", "lcc"):
+        (folder / "data" / "longbench" / f"{name}.jsonl").write_text(json.dumps(sample) + "\n")
+    (folder / "data" / "dataset2prompt.json").write_text(json.dumps({"hotpotqa": "{context}\n{input}"}))
+    passages = {"question": "Who saw it?", "answers": ["the roof"], "ctxs": [{"title": "Roof", "text": prose}]}
+    (folder / "data" / "musique_s.json").write_text(json.dumps([passages]))
     shutil.copytree(model_folder, folder / "model")
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
@@ -51,13 +64,22 @@ def workplace(model_folder, tmp_path_factory):
 
 
 def test_the_page_has_a_command_for_each_task():
-    assert {shlex.split(command)[2] for command in COMMANDS} >= {"niah", "ruler", "babilong", "fidelity"}
+    assert {shlex.split(command)[2] for command in COMMANDS} >= {
+        "niah",
+        "ruler",
+        "longbench",
+        "ragqa",
+        "babilong",
+        "fidelity",
+    }
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.partition("--out ")[2])
 def test_command(command, workplace, monkeypatch, capsys):
     if "--score rouge" in command:
         pytest.importorskip("rouge_score")
+    if "eval longbench" in command:
+        pytest.importorskip("rapidfuzz")
     if "--plot" in command:
         pytest.importorskip("matplotlib")
     monkeypatch.chdir(workplace)

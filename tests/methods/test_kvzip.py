@@ -113,6 +113,18 @@ def test_memory_is_freed_in_the_ragged_layout(tiny_model):
     assert cache.nbytes <= full.nbytes * 50 / 200 * 1.02
 
 
+def test_the_second_reading_leaves_no_spare_memory_behind(tiny_model):
+    """Layers that keep every row, window layers above all, went through it as well."""
+    model, ids = tiny_model("gemma3"), random_ids(1, 60)
+    full = kvfoundry.KVCache(model)
+    with torch.inference_mode():
+        model(ids, None, None, full)
+    cache = compressed(model, "kvzip(budget=20, chunk=16)", ids)
+    assert all(
+        layer.nbytes <= plain.nbytes for layer, plain in zip(cache.attention_layers, full.attention_layers, strict=True)
+    )
+
+
 def test_generate_and_prefill_run_the_pass_by_themselves(own_model):
     model, tokenizer = own_model("llama"), build_tokenizer()
     text = " ".join(f"w{i}" for i in range(3, 43))

@@ -8,6 +8,7 @@ import pytest
 
 import kvfoundry
 
+from . import answers
 from .cases import Case, find_cases, oracle_root
 from .evaluation import CHECKS
 from .mapping import CLAIMS, Parameters, Unmapped, claim_of, recipe_for
@@ -26,7 +27,7 @@ def test_the_walk_finds_cases() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "/".join((*case.key, case.case_id)))
 def test_recorded_case(case: Case) -> None:
-    check = CHECKS.get(case.folder.parts[-2:])
+    check = (CHECKS | answers.CHECKS).get(case.folder.parts[-2:])
     if check is not None:
         check(case.file)
         return

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from kvfoundry.errors import KVFoundryError
+from kvfoundry.errors import DataError, KVFoundryError
 from kvfoundry.evaluate.tasks.base import Item
 from kvfoundry.generation import encode
 
@@ -54,6 +54,54 @@ def hidden_tokens(tokenizer: Any, item: Item, chat: bool) -> int:
     text = encode_prompt(tokenizer, item.prompt.removesuffix(item.question), item_chat(item, chat))
     shared = next((i for i, (left, right) in enumerate(zip(whole, text, strict=False)) if left != right), len(text))
     return len(whole) - shared
+
+
+def line_stops(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Options of `generate` under which a line break ends the answer, though it may not be the first token."""
+    ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    line_break = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    return {"eos_token_id": list(dict.fromkeys([*ends, *line_break[-1:]])), "min_new_tokens": 1}
+
+
+def kept_ends(tokens: int, most: int) -> tuple[int, int]:
+    """How many tokens stay at the head and at the tail of a text of `tokens` when `most` are allowed.
+
+    Too long a text keeps half of `most` on either side; an odd `most` keeps one token less.
+    """
+    return (tokens, 0) if tokens <= most else (most // 2, most // 2)
+
+
+def cut_middle(tokenizer: Any, text: str, most: int) -> str:
+    """The text without its middle, so that about `most` tokens are left (special ones of the tokenizer counted).
+
+    Head and tail are decoded on their own and joined as text, so that the count of the result may differ by a few.
+
+    Raises:
+        DataError: `most` leaves no token on either side.
+    """
+    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    head, tail = kept_ends(len(ids), most)
+    if tail == 0 and len(ids) > most:
+        raise DataError(f"a prompt of {len(ids)} tokens cannot be cut to {most}; allow for at least 2.")
+    if tail == 0:
+        return text
+    return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:head], ids[-tail:]))
+
+
+def fit(tokenizer: Any, text: str, chat: bool, most: int) -> str:
+    """The text, its middle cut out where its prompt, chat template included, has more than `most` tokens.
+
+    Raises:
+        DataError: the template alone leaves no room.
+    """
+    tokens = len(encode_prompt(tokenizer, text, chat))
+    excess, room, fitted = tokens - most, most - (tokens - len(tokenizer(text, verbose=False)["input_ids"])), text
+    while excess > 0:
+        fitted = cut_middle(tokenizer, text, room)
+        excess = len(encode_prompt(tokenizer, fitted, chat)) - most
+        room -= excess
+    return fitted
 
 
 def hash_ids(ids: Sequence[int]) -> str:

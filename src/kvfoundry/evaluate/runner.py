@@ -24,12 +24,12 @@ from kvfoundry.evaluate.arms import expand_arms
 from kvfoundry.evaluate.board import board_of
 from kvfoundry.evaluate.excerpts import excerpt
 from kvfoundry.evaluate.guards import Flag, flags_of
-from kvfoundry.evaluate.prompts import encode_item, hash_ids, hidden_tokens, item_chat, resolve_chat
+from kvfoundry.evaluate.prompts import encode_item, hash_ids, hidden_tokens, item_chat, line_stops, resolve_chat
 from kvfoundry.evaluate.report import render_report
 from kvfoundry.evaluate.results import FORMAT, META, SUMMARY, Line, ResultsFolder
 from kvfoundry.evaluate.runs import read_run
 from kvfoundry.evaluate.summary import group_by, shared_prompts, summarise
-from kvfoundry.evaluate.tasks.base import Item, MeasuredTask, Task, TaskError
+from kvfoundry.evaluate.tasks.base import Item, MeasuredTask, ScoringTask, Task, TaskError
 from kvfoundry.generation import check_length
 
 # Fields of a Generation that a result line takes over as they are.
@@ -162,6 +162,7 @@ def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], op
     task = batch[0].task
     if isinstance(task, MeasuredTask):
         return task.measure(model, tokenizer, method, [question.item for question in batch], options["prefill_chunk"])
+    stops = line_stops(model, tokenizer) if batch[0].item.line_ends else {}
     generations = kvfoundry.generate(
         model,
         tokenizer,
@@ -174,6 +175,7 @@ def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], op
         batch_size=len(batch),
         details=True,
         do_sample=False,
+        **stops,
         **options,
     )
     lines = []
@@ -184,6 +186,10 @@ def _ask(model: Any, tokenizer: Any, method: Any, batch: Sequence[_Question], op
             )
         score, exact = task.score(question.item, generation.text)
         measured = {name: getattr(generation, name) for name in _MEASURED}
+        if isinstance(task, ScoringTask):
+            measured |= task.more_scores(question.item, generation.text)
+        if question.item.notes:
+            measured["task_notes"] = list(question.item.notes)
         lines.append(
             {"prediction": generation.text, "score": score, "exact": exact, **measured, "notes": list(generation.notes)}
         )
@@ -234,7 +240,7 @@ def _questions(
 
 
 def _batches(questions: Sequence[_Question], batch_size: int) -> Iterator[Sequence[_Question]]:
-    """Batches of one task, one use of the chat template, one number of hidden tokens and one longest answer each.
+    """Batches of one task, one use of the chat template, one number of hidden tokens and one end of the answer each.
 
     So a method sees of a prompt what it would see of it alone, and an answer is as long as it would be alone.
     Prompts of like length share a batch: padding takes memory that would be counted as theirs. The batches depend on
@@ -243,7 +249,8 @@ def _batches(questions: Sequence[_Question], batch_size: int) -> Iterator[Sequen
     """
     groups: dict[tuple[int, ...], list[_Question]] = {}
     for question in questions:
-        alike_in = (id(question.task), question.chat, question.hidden, question.item.max_new_tokens)
+        item = question.item
+        alike_in = (id(question.task), question.chat, question.hidden, item.max_new_tokens, item.line_ends)
         groups.setdefault(alike_in, []).append(question)
     for alike in groups.values():
         if batch_size > 1:

@@ -5,13 +5,14 @@ from statistics import fmean, median
 from typing import Any
 
 from kvfoundry.evaluate.results import Line
+from kvfoundry.evaluate.scores.longbench import by_length, published_form
 
 _MEANS = (
     "score", "exact", "stored_bytes", "stored_share", "peak_bytes", "full_bytes", "parked_bytes", "kept_rows",
     "kept_share", "prompt_tokens",
 )  # fmt: skip
 # Means of fields that only some tasks write.
-_OF_SOME_TASKS = ("kl", "nll", "full_nll")
+_OF_SOME_TASKS = ("kl", "nll", "full_nll", "f1", "exact_match", "rouge_l")
 # The first item of an arm pays for warm-up: the median does not see it, a mean would.
 _MEDIANS = ("ttft_seconds", "ms_per_token")
 
@@ -36,7 +37,10 @@ def _with_share(line: Line) -> Line:
 
 
 def summarise(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """One row per (task, method). Scores are means over the items that ran; failed ones are counted, not averaged."""
+    """One row per (task, method). Scores are means over the items that ran; failed ones are counted, not averaged.
+
+    A row of LongBench also has its score in percent as tables print it, whole and by length.
+    """
     rows = []
     for (task, method), group in group_by(lines, "task", "method").items():
         done = [_with_share(line) for line in group if not line.get("error")]
@@ -44,8 +48,15 @@ def summarise(lines: Iterable[Line]) -> list[dict[str, Any]]:
         row |= {name: _over(done, name, fmean) for name in _MEANS}
         row |= {name: _over(done, name, median) for name in _MEDIANS}
         row |= {name: mean for name in _OF_SOME_TASKS if (mean := _over(done, name, fmean)) is not None}
+        if any("bucket" in line for line in done):
+            scores = [line["score"] for line in done]
+            row["published_form"] = {
+                "score": published_form(scores),
+                **by_length(scores, [line["length"] for line in done]),
+            }
         row["seconds"] = sum(line["seconds"] for line in done if line.get("seconds") is not None)
-        row["notes"] = list(dict.fromkeys(note for line in done for note in line.get("notes", ())))
+        for field in ("notes", "task_notes"):
+            row[field] = list(dict.fromkeys(note for line in done for note in line.get(field, ())))
         rows.append(row)
     return rows
 

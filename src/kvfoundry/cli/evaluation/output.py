@@ -89,6 +89,32 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
+def print_extra_table(rows: list[dict[str, Any]]) -> None:
+    """What only some tasks have: ROUGE-L, and the scores of LongBench in percent, whole and by length."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    extra = [
+        row.get("published_form", {}) | {name: row[name] for name in ("rouge_l",) if row.get(name) is not None}
+        for row in rows
+    ]
+    headings = list(dict.fromkeys(name for values in extra for name in values))
+    if not headings:
+        return
+    titles = {"score": "score in %", "rouge_l": "ROUGE-L"}
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("task", "method"):
+        table.add_column(column, overflow="fold", min_width=20)
+    for name in headings:
+        table.add_column(titles.get(name, name), justify="right")
+    for row, values in zip(rows, extra, strict=True):
+        numbers = ["n/a" if values.get(name) is None else f"{values[name]:.2f}" for name in headings]
+        table.add_row(Text(row["task"]), Text(row["method"]), *numbers)
+    Console().print(table)
+
+
 def finish(outcome: "Outcome", as_json: bool, picture: Path | None = None, **more: Any) -> None:
     """Print what came out, with `more` in the JSON form; leave with 1 when items failed."""
     drawn = {"picture": str(picture)} if picture else {}
@@ -100,6 +126,7 @@ def finish(outcome: "Outcome", as_json: bool, picture: Path | None = None, **mor
         if len(outcome.rows) > len(outcome.board):
             typer.echo("mean over the tasks:")
             print_table(outcome.board)
+        print_extra_table(outcome.rows)
         for flag in outcome.flags:
             typer.echo(f"warning: {flag['message']}.", err=True)
         for name, path in {"report": str(outcome.report), **drawn}.items():
@@ -111,9 +138,9 @@ def finish(outcome: "Outcome", as_json: bool, picture: Path | None = None, **mor
         raise typer.Exit(1)
 
 
-def note_skipped(path: Path, skipped: Sequence[str]) -> None:
-    """One line on stderr about the damaged records of a file that are left out."""
+def note_skipped(path: Path, skipped: Sequence[str], fault: str = "damaged") -> None:
+    """One line on stderr about the records of a file that are left out."""
     if skipped:
-        count = f"{len(skipped)} damaged record{'s' if len(skipped) > 1 else ''}"
+        count = f"{len(skipped)} {fault} record{'s' if len(skipped) > 1 else ''}"
         shown = "; ".join(skipped[:3]) + ("; ..." if skipped[3:] else "")
         typer.echo(f"note: {count} of {path} left out: {shown}", err=True)

@@ -4,7 +4,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvfoundry.cli.evaluation.options import EvalOptions
 from kvfoundry.cli.evaluation.output import finish, progress_bar
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 
 def run_tasks(
-    tasks: "Sequence[Task | MeasuredTask]",
+    tasks: "Sequence[Task | MeasuredTask] | Callable[[Any, Any], Sequence[Task]]",
     options: EvalOptions,
     draw: "Callable[[Sequence[Line]], Path | None] | None" = None,
 ) -> None:
     """Ask every item of the tasks under every method, print the table and leave the results folder.
 
-    draw: makes a picture of the lines of the results and returns its path.
+    tasks: the tasks, or what makes them for the loaded model and its tokenizer. draw: makes a picture of the lines of
+    the results and returns its path.
 
     Raises:
         KVFoundryError: whatever can be known before the first prompt; the cheapest to know comes first.
@@ -41,7 +42,7 @@ def run_tasks(
             outcome = evaluate(
                 model,
                 tokenizer,
-                tasks,
+                tasks(model, tokenizer) if callable(tasks) else tasks,
                 arms,
                 out=options.out,
                 seed=options.seed,

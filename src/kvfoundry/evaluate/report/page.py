@@ -197,11 +197,15 @@ def _heat_maps(lines: Sequence[Line]) -> str:
 
 
 def _notes(lines: Sequence[Line]) -> str:
-    found = {(line["method"], note): None for line in lines for note in line.get("notes", ())}
-    notes = "".join(f"<li><code>{escape(method)}</code>: {escape(note)}</li>" for method, note in found)
-    return (
-        f'<section class="quiet"><h2>What the methods say of themselves</h2><ul>{notes}</ul></section>' if notes else ""
-    )
+    sections = ""
+    for heading, who, field in (
+        ("What to know of the tasks", "task", "task_notes"),
+        ("What the methods say of themselves", "method", "notes"),
+    ):
+        found = {(line[who], note): None for line in lines for note in line.get(field, ())}
+        notes = "".join(f"<li><code>{escape(name)}</code>: {escape(note)}</li>" for name, note in found)
+        sections += f'<section class="quiet"><h2>{heading}</h2><ul>{notes}</ul></section>' if notes else ""
+    return sections
 
 
 def _options(names: Sequence[str]) -> str:

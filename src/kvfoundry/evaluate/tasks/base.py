@@ -23,6 +23,8 @@ class Item:
         answer_prefix: how the answer begins, put after the chat template's generation prompt for the model to go on;
             part of the prompt's tokens and, like the question, nothing that a method sees of a text alone.
         chat: whether the prompt goes into the chat template; None leaves it to the run.
+        line_ends: a line break ends the answer.
+        notes: what a reader of the score has to know, such as that it compares with no published one.
         cell: where the item stands in the task's grid, such as {"length": 2048, "depth": 50.0}; goes into the results.
     """
 
@@ -33,6 +35,8 @@ class Item:
     question: str = ""
     answer_prefix: str = ""
     chat: bool | None = None
+    line_ends: bool = False
+    notes: tuple[str, ...] = ()
     cell: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
@@ -46,7 +50,7 @@ class Questions(Protocol):
         """JSON values; two runs with equal settings have equal items."""
         ...
 
-    def items(self, tokenizer: Any, chat: bool, seed: int) -> list[Item]:
+    def items(self, tokenizer: Any, chat: bool, seed: int) -> Sequence[Item]:
         """The items; lengths are in tokens of `tokenizer`, the chat template included when `chat`."""
         ...
 
@@ -67,4 +71,13 @@ class MeasuredTask(Questions, Protocol):
         self, model: Any, tokenizer: Any, method: Any, items: Sequence[Item], prefill_chunk: int | None
     ) -> list[dict[str, Any]]:
         """For each item the fields of its result line that are found by measuring, the score among them."""
+        ...
+
+
+@runtime_checkable
+class ScoringTask(Task, Protocol):
+    """A task that has more than one score of a prediction."""
+
+    def more_scores(self, item: Item, prediction: str) -> dict[str, float]:
+        """Further fields of the result line, each in [0, 1]; the summary has their means."""
         ...

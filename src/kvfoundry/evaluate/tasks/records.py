@@ -111,21 +111,33 @@ def read_records(path: Path, fault: Callable[[dict[str, Any]], str | None], skip
     Raises:
         DataError: the file cannot be read, holds no record, or holds damaged ones that are not to be skipped.
     """
+    if not path.name.removesuffix(".gz").endswith(".json"):
+        return records_of_lines(path, read_text(path), fault, skip_damaged)
+    content = read_json(path)
+    if not isinstance(content, list):
+        raise DataError(f"data file {path} holds no list of records.")
+    found = [(f"record {number}", record) for number, record in enumerate(content, start=1)]
+    rows, damaged = sort_out(path, found, fault, skip_damaged)
+    return Records(path, rows, damaged)
+
+
+def records_of_lines(
+    path: Path, text: str, fault: Callable[[dict[str, Any]], str | None], skip_damaged: bool = False
+) -> Records:
+    """The records of a text with one object a line; `path` says where it comes from.
+
+    Raises:
+        DataError: no record in it, or damaged ones that are not to be skipped.
+    """
     found: list[tuple[str, Any]] = []
     torn: list[str] = []
-    if path.name.removesuffix(".gz").endswith(".json"):
-        content = read_json(path)
-        if not isinstance(content, list):
-            raise DataError(f"data file {path} holds no list of records.")
-        found = [(f"record {number}", record) for number, record in enumerate(content, start=1)]
-    else:
-        # Not splitlines: JSON text may hold line separators that are no line ends.
-        for number, line in enumerate(read_text(path).split("\n"), start=1):
-            if not line.strip():
-                continue
-            try:
-                found.append((f"line {number}", json.loads(line)))
-            except ValueError:
-                torn.append(f"line {number} is not JSON")
+    # Not splitlines: JSON text may hold line separators that are no line ends.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append((f"line {number}", json.loads(line)))
+        except ValueError:
+            torn.append(f"line {number} is not JSON")
     rows, damaged = sort_out(path, found, fault, skip_damaged, torn)
     return Records(path, rows, damaged)
