@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from kvfoundry import compat
 from kvfoundry.cache import KVCache
+from kvfoundry.devices import input_device
 from kvfoundry.errors import DataError
 from kvfoundry.kept import Kept, kept_by_row
 from kvfoundry.method import Method
@@ -98,6 +99,7 @@ def generate(
             "hold_back is a number of tokens of a fresh prompt, 0 or more; a given cache has acted already."
         )
     results: list[Generation] = []
+    device = input_device(model)
     size = batch_size or max(1, len(texts))
     for start in range(0, len(texts), size):
         batch = slice(start, start + size)
@@ -110,7 +112,7 @@ def generate(
         if hold_back >= int(mask.sum(dim=1).min()):
             raise DataError(f"hold_back={hold_back} leaves nothing of a prompt of {int(mask.sum(dim=1).min())} tokens.")
         results += _generate_batch(
-            model, tokenizer, ids.to(model.device), mask.to(model.device), method, max_new_tokens,
+            model, tokenizer, ids.to(device), mask.to(device), method, max_new_tokens,
             cache, prefill_chunk, hold_back, streamer, generation_config, options,
         )  # fmt: skip
     answers = results if details else [result.text for result in results]
@@ -135,7 +137,8 @@ def prefill(
     cache = KVCache(model, method)
     if not cache.method.slot_positions:
         check_length(model, ids.shape[1], 0, "the document")
-    read_prompt(model, tokenizer, cache, ids.to(model.device), mask.to(model.device), prefill_chunk)
+    device = input_device(model)
+    read_prompt(model, tokenizer, cache, ids.to(device), mask.to(device), prefill_chunk)
     return cache
 
 

@@ -26,7 +26,7 @@ RESULTS, PROMPTS, META, SUMMARY, REPORT = (
 FORMAT = 2
 
 # Arguments that may change between a run and its continuation: they decide no result.
-_TRANSIENT = frozenset({"resume", "json", "out", "progress"})
+_TRANSIENT = frozenset({"resume", "json", "out", "progress", "workers", "worker_count"})
 
 
 def key_of(line: Mapping[str, Any]) -> Key:
@@ -169,6 +169,16 @@ class ResultsFolder:
         os.fsync(self._file.fileno())
         self.lines += lines
         self.finished |= {key_of(line) for line in lines}
+
+    def arrange(self, order: Sequence[Key]) -> None:
+        """Put the lines into the order of the run, whatever the order was in which they were finished."""
+        place = {key: number for number, key in enumerate(order)}
+        arranged = sorted(self.lines, key=lambda line: place[key_of(line)])
+        if arranged != self.lines:
+            self._file.close()
+            write_text(self.folder / RESULTS, dump_lines(arranged))
+            self._file = (self.folder / RESULTS).open("ab")
+            self.lines = arranged
 
     def write_prompts(self, prompts: Sequence[Mapping[str, Any]]) -> None:
         write_text(self.folder / PROMPTS, dump_lines(prompts))

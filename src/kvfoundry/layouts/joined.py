@@ -19,7 +19,7 @@ class JoinedRows(DenseRows):
 
     @classmethod
     def of(cls, parts: Sequence[Layout]) -> JoinedRows:
-        """The batch rows of all parts, one part after the other. Every part stores as many heads and the same columns."""
+        """The batch rows of all parts, one part after the other; all store as many heads and the same columns."""
         views = [part.view() for part in parts]
         lengths = torch.cat([view.lengths for view in views])
         rows = int(lengths.max())

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from kvfoundry.devices import weight_of
 from kvfoundry.errors import UnsupportedModelError
 from kvfoundry.selection.evidence import Evidence
 
@@ -91,8 +92,7 @@ def _output_weight(module: nn.Module | None, inputs: int) -> Tensor:
             f"{type(module).__name__} has no output projection named {', '.join(_OUTPUT_PROJECTIONS)}, "
             "which critical selection needs."
         )
-    weight = projection.weight
-    assert isinstance(weight, Tensor)
+    weight = weight_of(projection)
     if type(projection).__name__ == "Conv1D":  # GPT-2 stores its weight transposed
         weight = weight.t()
     if weight.dim() != 2 or weight.shape[1] != inputs or not weight.is_floating_point():
@@ -100,4 +100,4 @@ def _output_weight(module: nn.Module | None, inputs: int) -> Tensor:
             f"{type(module).__name__}: its output projection does not read {inputs} value channels in plain floats, "
             "which critical selection needs."
         )
-    return weight.detach()
+    return weight

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from kvfoundry import compat
 from kvfoundry.cache import KVCache
+from kvfoundry.devices import input_device
 from kvfoundry.errors import DataError, UnsupportedModelError
 from kvfoundry.generation import Generation, Held, check_length, encode, generations, stop_tokens, until_stop
 from kvfoundry.method import Method
@@ -72,7 +73,7 @@ def generate_together(
     """
     began = time.perf_counter()
     _check(model)
-    texts, methods = list(prompts), [Method.parse(method) for method in methods]
+    texts, parsed = list(prompts), [Method.parse(method) for method in methods]
     limits = [max_new_tokens] * len(texts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     prefixes = [answer_prefix] * len(texts) if isinstance(answer_prefix, str) else list(answer_prefix)
     for name, given in (("max_new_tokens", limits), ("answer prefixes", prefixes)):
@@ -86,14 +87,14 @@ def generate_together(
         check_length(model, length, limit, "a prompt")
     if not 0 <= hold_back < min(lengths):
         raise DataError(f"hold_back={hold_back} leaves nothing of a prompt of {min(lengths)} tokens.")
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    ids, mask = (tensor.to(input_device(model)) for tensor in (ids, mask))
     found = eos_token_id if eos_token_id is not None else stop_tokens(model)
     stops = {found} if isinstance(found, int) else set(found or ())
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
     configured = model.generation_config.min_new_tokens if model.generation_config is not None else None
     least = min_new_tokens if min_new_tokens is not None else configured or 0
 
-    arms = _read(model, tokenizer, methods, ids, mask, hold_back, stops, pad, least)
+    arms = _read(model, tokenizer, parsed, ids, mask, hold_back, stops, pad, least)
     size = rows or _ROWS.get(ids.device.type, _ROWS["cpu"])
     for group in _groups(arms, max(1, size // len(texts))):
         _go_on(model, [arms[number] for number in group], ids, mask, limits, stops, pad, least)

@@ -1,4 +1,4 @@
-"""Caches of one prompt side by side in one batch: rows of a batch are independent, so each goes on as it would alone."""
+"""Caches of one prompt side by side in one batch: its rows are independent, so each goes on as it would alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from kvfoundry.cache import KVCache
 from kvfoundry.layer import CacheLayer
 from kvfoundry.method import Method
+from kvfoundry.together.prompt import layers_at
 
 _NOT_COMPARED = ("calls", "budget")
 
@@ -42,5 +43,5 @@ def joined(model: PreTrainedModel, caches: Sequence[KVCache]) -> KVCache:
     result.prompt.expect(first.seen_tokens, 0)
     for number, layer in enumerate(result.layers):
         if isinstance(layer, CacheLayer):
-            layer.join([cache.layers[number] for cache in caches])
+            layer.join(layers_at(number, caches))
     return result

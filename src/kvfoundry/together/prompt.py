@@ -48,7 +48,7 @@ class SharedPrompt(KVCache):
         self._was_read = False
         for number, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer):
-                layer.watch = partial(_lead, [cache.layers[number] for cache in self.caches])
+                layer.watch = partial(_lead, layers_at(number, self.caches))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model. Refuses a second call."""
@@ -57,6 +57,12 @@ class SharedPrompt(KVCache):
                 raise CacheStateError("a shared prompt is read in one call; go on with one of its caches.")
             self._was_read = True
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def layers_at(number: int, caches: Sequence[KVCache]) -> list[CacheLayer]:
+    """The layers of several caches of one model at one place of it, which must hold rows."""
+    found = [cache.layers[number] for cache in caches]
+    return [layer for layer in found if isinstance(layer, CacheLayer)]
 
 
 @torch.no_grad()
