@@ -1,8 +1,7 @@
-"""Measure codecs: bytes of a long cache, and how far next-token distributions move from those of the full cache.
+"""Measure codecs: how far next-token distributions move from those of the full cache.
 
-    python benchmarks/codec_fidelity.py --text FOLDER --out benchmarks/results/codec_fidelity.json [--method SPEC ...]
+    python benchmarks/codec_fidelity.py --text FOLDER [--method SPEC ...] [--out FILE]
 
-Bytes: one layer of 8 heads of size 128 in bfloat16 after 4,096 tokens, as a share of its keys and values.
 Fidelity: teacher forcing over windows of text. The prompt of each window is read at once, the rest in pieces, so that
 every later token reads codes; mean KL(full || codec) in nats, and the share of tokens with the same top-1.
 """
@@ -22,6 +21,9 @@ from kvfoundry.evaluate.fidelity import compare, force
 from kvfoundry.evaluate.tasks.haystack import folder_sentences, generated_sentences
 from kvfoundry.method import Method
 
+RESULTS = Path(__file__).resolve().parent / "results" / "codec_fidelity.json"
+BYTES = RESULTS.with_name("codec_bytes.json")
+PAGE = RESULTS.parents[2] / "docs" / "codecs.md"
 # gear has groups of 64: its base is compared with plain groups of 64.
 METHODS = (
     "kvquant(bits=3)", "kivi(bits=2)", "gear(bits=4)", "int4(group=64)", "gear(bits=2)", "int2(group=64)",
@@ -31,15 +33,6 @@ METHODS = (
 )  # fmt: skip
 # Pieces as long as the stride at which codecs write: no more rows are read whole than in decode token by token.
 WINDOW, PROMPT, PIECE = 1024, 256, 32
-
-
-def share(method: Method, tokens: int = 4096, heads: int = 8, dim: int = 128) -> float | None:
-    """Stored bytes over those of bfloat16 keys and values; None for a method that needs a model."""
-    if method.needs_model is not None:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, heads, tokens, dim, generator=generator).bfloat16() for _ in range(3))
-    return method.compress(query, key, value).nbytes / (2 * key.numel() * 2)
 
 
 def logits(model: Any, tokenizer: Any, spec: str | None, ids: Tensor) -> Tensor:
@@ -53,7 +46,7 @@ def main() -> None:
     parser.add_argument("--method", action="append", help="a spec; repeatable (default: all plain codecs)")
     parser.add_argument("--text", type=Path, help="folder of texts (default: generated prose)")
     parser.add_argument("--windows", type=int, default=6)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     model, tokenizer = kvfoundry.load(arguments.model)
     sentences = iter(folder_sentences(arguments.text) if arguments.text else generated_sentences(0))
@@ -64,7 +57,7 @@ def main() -> None:
     full = logits(model, tokenizer, None, windows)
     tokens = arguments.windows * (WINDOW - PROMPT)
     results: dict[str, Any] = {"model": arguments.model, "text": str(arguments.text and arguments.text.name),
-                               "tokens": tokens, "prompt": PROMPT, "piece": PIECE, "torch": torch.__version__,
+                               "tokens": tokens, "prompt": PROMPT, "torch": torch.__version__,
                                "methods": {}}  # fmt: skip
     if arguments.out.exists():  # other specs measured before stay
         results["methods"] = json.loads(arguments.out.read_text())["methods"]
@@ -77,13 +70,38 @@ def main() -> None:
         entry = {
             "kl": fmean(one.kl for one in found),
             "top1_agreement": fmean(one.agreement for one in found),
-            "share_of_bf16": share(method),
+            "piece": PIECE,
             "seconds": round(time.perf_counter() - began, 1),
         }
         results["methods"][str(method)] = entry
-        shown = f"KL {entry['kl']:.5f}  top-1 {entry['top1_agreement']:.4f}  bytes {entry['share_of_bf16']}"
-        print(f"{method!s:34} {shown}", flush=True)
+        print(f"{method!s:34} KL {entry['kl']:.5f}  top-1 {entry['top1_agreement']:.4f}", flush=True)
         arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.out == RESULTS:
+        PAGE.write_text(page(results))
+
+
+def page(results: dict[str, Any]) -> str:
+    """docs/codecs.md: what each codec loses, beside the bytes that benchmarks/codec_bytes.py found."""
+    held = {row["spec"]: row["share_of_bf16"] for row in json.loads(BYTES.read_text())["rows"]}
+    lines = [
+        "# Codecs",
+        "",
+        f"Made by `python benchmarks/codec_fidelity.py`: {results['model']}, {results['tokens']} tokens of essays",
+        f"under teacher forcing (prompts of {results['prompt']} tokens, the rest in pieces of 8 or 32), against the",
+        "full cache; figures in",
+        "`benchmarks/results/codec_fidelity.json`. *Share of bf16*: summed storages at 4,096 tokens and head size 128,",
+        "positions and whole newest rows included, from `benchmarks/codec_bytes.py`.",
+        "",
+        "| codec | mean KL divergence | top-1 agreement | share of bf16 |",
+        "|---|---|---|---|",
+    ]
+    for spec, entry in sorted(results["methods"].items(), key=lambda item: item[1]["kl"]):
+        share = f"{held[spec]:.3f}" if spec in held else ""
+        lines.append(f"| `{spec}` | {entry['kl']:.5f} | {entry['top1_agreement']:.3f} | {share} |")
+    missing = [str(Method.parse(spec)) for spec in METHODS if str(Method.parse(spec)) not in results["methods"]]
+    if missing:
+        lines += ["", "Not measured yet: " + ", ".join(f"`{spec}`" for spec in missing) + "."]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

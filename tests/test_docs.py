@@ -14,6 +14,7 @@ import kvfoundry
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WITH_DATA = ("evaluation.md", "from_the_playground.md", "lm_eval.md")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INDENTED_COMMAND = re.compile(r"^    ((?:make|kvfoundry|python) .*)$", re.MULTILINE)
 
@@ -40,9 +41,13 @@ def test_only_known_kinds_of_blocks_are_used() -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """The blocks of one page run in order, in one fresh process."""
-    script = tmp_path / "page.py"
+    _run_python(page, tmp_path)
+
+
+def _run_python(page: Path, folder: Path) -> None:
+    script = folder / "page.py"
     script.write_text("\n".join(blocks(page, "python")))
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -74,12 +79,14 @@ def _run(line: str, folder: Path) -> None:
 @pytest.mark.embedded
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    # The commands of evaluation.md read data files: tests/evaluate/test_page.py makes such files and runs them.
+    # The commands of these pages read data files: tests/evaluate and tests/integrations make such files and run them.
     "page",
-    [page for page in PAGES if commands(page) and page.name != "evaluation.md"],
+    [page for page in PAGES if commands(page) and page.name not in WITH_DATA],
     ids=lambda page: page.name,
 )
 def test_commands_run(page: Path, tmp_path: Path) -> None:
+    if any(line.startswith("kvfoundry store") for line in commands(page)):
+        _run_python(page, tmp_path)  # which makes the store that the commands look into
     for line in commands(page):
         _run(line, tmp_path)
 

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "ChunkKV": "chunks.chunk",
+    "ChunkStore": "chunks.store",
+    "Identity": "chunks.identity",
     "KVCache": "cache",
     "Method": "method",
     "MiniCachePairStore": "layouts.pair_store",
@@ -21,6 +24,7 @@ _EXPORTS = {
     "prefill": "generation",
     "load": "models",
     "methods": "methods",
+    "read_passage": "chunks.passage",
     "KVFoundryError": "errors",
 }
 
@@ -29,6 +33,10 @@ __all__ = ["__version__", *_EXPORTS]
 if TYPE_CHECKING:
     from kvfoundry.attention import attach as attach
     from kvfoundry.cache import KVCache as KVCache
+    from kvfoundry.chunks.chunk import ChunkKV as ChunkKV
+    from kvfoundry.chunks.identity import Identity as Identity
+    from kvfoundry.chunks.passage import read_passage as read_passage
+    from kvfoundry.chunks.store import ChunkStore as ChunkStore
     from kvfoundry.errors import KVFoundryError as KVFoundryError
     from kvfoundry.generation import generate as generate
     from kvfoundry.generation import prefill as prefill

@@ -7,7 +7,6 @@ KVCache(model, "kvquant(bits=3, calibration='smollm2.kvquant.safetensors')")
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,25 +22,23 @@ from kvfoundry.codecs.calibrated import CalibratedLayer, Calibration
 from kvfoundry.codecs.nuq import fit_levels
 from kvfoundry.devices import input_device
 from kvfoundry.errors import DataError, UnsupportedModelError
+from kvfoundry.fingerprint import fingerprint, weights_of
 from kvfoundry.rope import Rope
 
 BITS = (2, 3, 4)
 
+# Numbers of every weight that the identity of a model is taken from.
+_SAMPLE = 4096
+
 
 def identity_of(model: PreTrainedModel) -> dict[str, Any]:
-    """What tells this model from another: family, sizes, and a digest of its first and last weights.
+    """What tells this model from another: family, sizes, and a digest of a sample of every weight.
 
     The digest is of weights rounded to bfloat16, so that one checkpoint has one identity in every dtype it is loaded
-    in; weights that are not in memory (meta device) leave it empty.
+    in; weights that are not in memory (meta device) count by their shape.
     """
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
-    digest = hashlib.sha256()
-    for weight in (weights[0], weights[-1]):
-        if weight.device.type != "meta":
-            corner = weight.detach().flatten()[:4096].to("cpu", torch.bfloat16)
-            digest.update(corner.contiguous().view(torch.int16).numpy().tobytes())
     return {
         "family": config.model_type,
         "layers": config.num_hidden_layers,
@@ -49,7 +46,7 @@ def identity_of(model: PreTrainedModel) -> dict[str, Any]:
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "hidden_size": config.hidden_size,
         "vocabulary": config.vocab_size,
-        "weights": digest.hexdigest()[:16],
+        "weights": fingerprint(weights_of(model), sample=_SAMPLE, dtype=torch.bfloat16)[:16],
     }
 
 

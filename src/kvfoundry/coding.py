@@ -69,10 +69,15 @@ class Coding:
                     f"{self.family}: the {name} of layer {self.place[0]} are not finite, so {self.method} cannot store "
                     "them; load the model in another dtype."
                 )
+        self.settle(keys.shape[3], values.shape[3])
+
+    def settle(self, head_dim: int, value_dim: int) -> RowsCodec:
+        """The codec of this layer, for rows of these widths; SpecError where it cannot serve them."""
         if self.codec is None:
             assert self.method.codec is not None
-            sites = (Site(*self.place, rows.shape[3], self.rope, self.family) for rows in (keys, values))
+            sites = (Site(*self.place, dim, self.rope, self.family) for dim in (head_dim, value_dim))
             self.codec = self.method.codec.at(*sites)
+        return self.codec
 
     def after(
         self,

@@ -31,6 +31,10 @@ class DataError(KVFoundryError):
     """An input file or an output folder that cannot be used."""
 
 
+class StoreError(KVFoundryError):
+    """A chunk store that cannot be opened as asked, or a request that it cannot serve."""
+
+
 class MissingExtraError(KVFoundryError):
     """An optional dependency that is not installed; the message names the extra."""
 

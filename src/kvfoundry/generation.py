@@ -111,9 +111,10 @@ def generate(
             check_length(model, longest, max_new_tokens, "the longest prompt")
         if hold_back >= int(mask.sum(dim=1).min()):
             raise DataError(f"hold_back={hold_back} leaves nothing of a prompt of {int(mask.sum(dim=1).min())} tokens.")
-        results += _generate_batch(
+        results += generate_ids(
             model, tokenizer, ids.to(device), mask.to(device), method, max_new_tokens,
-            cache, prefill_chunk, hold_back, streamer, generation_config, options,
+            cache=cache, prefill_chunk=prefill_chunk, hold_back=hold_back, streamer=streamer,
+            generation_config=generation_config, **options,
         )  # fmt: skip
     answers = results if details else [result.text for result in results]
     return answers[0] if single and len(answers) == 1 else answers
@@ -275,20 +276,25 @@ class _Reconstruct(StoppingCriteria):
 
 
 @torch.inference_mode()
-def _generate_batch(
+def generate_ids(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     ids: Tensor,
     mask: Tensor,
     method: Method,
     max_new_tokens: int,
-    cache: KVCache | None,
-    prefill_chunk: int | None,
-    hold_back: int,
-    streamer: Any,
-    generation_config: GenerationConfig | None,
-    options: dict[str, Any],
+    *,
+    cache: KVCache | None = None,
+    prefill_chunk: int | None = None,
+    hold_back: int = 0,
+    streamer: Any = None,
+    generation_config: GenerationConfig | None = None,
+    **options: Any,
 ) -> list[Generation]:
+    """`generate` for one batch whose token ids are made already: left-padded, [batch, tokens], on the model's device.
+
+    The caller has seen to it that prompts and answers fit the model.
+    """
     started = time.perf_counter()
     cache = KVCache(model, method) if cache is None else cache
     past = cache.seen_tokens

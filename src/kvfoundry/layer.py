@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvfoundry.acting import Acting, Turn
+from kvfoundry.codecs.base import RowsCodec
 from kvfoundry.coding import Coding
 from kvfoundry.columns import picked_columns, restored_columns
 from kvfoundry.errors import CacheStateError, SpecError, UnsupportedModelError
@@ -529,6 +530,28 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             self.note_bytes()
         if act_again:
             self.prompt.begin_anew(self.seen)
+
+    @property
+    def stored_heads(self) -> int:
+        """KV heads of the model; a method may keep one set of rows per query head."""
+        return self._heads
+
+    def codec_for(self, head_dim: int, value_dim: int) -> RowsCodec | None:
+        """The method's codec for rows of these widths in this layer, None without one."""
+        return None if self._coding is None else self._coding.settle(head_dim, value_dim)
+
+    def hold(self, rows: Layout, tokens: int, heads: int) -> None:
+        """Begin, in an empty layer, with rows that were computed before: those of one sequence of `tokens` tokens.
+
+        rows: any layout with one batch row, its positions below `tokens`; memory that others read too comes as
+        `shared()`. heads: KV heads of the model. What is fed next continues that sequence.
+        """
+        if self.rows is not None:
+            raise CacheStateError("the layer has rows already; reset() the cache first.")
+        self.rows, self._heads = rows, heads
+        self.seen, self.real, self._longest = tokens, torch.tensor([tokens]), tokens
+        self.is_initialized = True
+        self.note_bytes()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take tokens back. Negative: that many of the newest; positive: down to that length (as transformers has it).

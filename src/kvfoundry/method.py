@@ -127,7 +127,7 @@ class Method:
             return spec
         from kvfoundry.recipe import budgeted, build
 
-        calls = _calls(str(spec) if isinstance(spec, Method) else spec)
+        calls = parse_calls(str(spec) if isinstance(spec, Method) else spec)
         return build(calls if budget is None else budgeted(calls, budget))
 
     def __str__(self) -> str:
@@ -228,8 +228,8 @@ def _same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and left == right
 
 
-def _calls(spec: str) -> list[tuple[str, dict[str, Any]]]:
-    """The names and arguments of a spec, in order."""
+def parse_calls(spec: str) -> list[tuple[str, dict[str, Any]]]:
+    """The names and arguments of a spec, in order; SpecError for bad syntax. Names are not looked up."""
     if not isinstance(spec, str) or not spec.strip():
         raise SpecError("a method spec must be a non-empty string such as 'snapkv(budget=256)'.")
     try:

@@ -37,6 +37,12 @@ class MethodInfo:
 
 REQUIRED = inspect.Parameter.empty
 
+# Names that people know from elsewhere and that are still to come.
+_PLANNED = {
+    "minference": "sparse attention in the prompt",
+    "headinfer": "rows on the host, streamed head by head",
+}
+
 _ENTRIES: dict[str, MethodInfo] = {}
 
 
@@ -86,8 +92,10 @@ def entries() -> dict[str, MethodInfo]:
 
 
 def entry(name: str) -> MethodInfo:
-    """The entry of a name; SpecError with the nearest names when there is none."""
+    """The entry of a name; SpecError with the nearest names when there is none, or that it is still to come."""
     known = entries()
+    if name not in known and name in _PLANNED:
+        raise SpecError(f"{name} ({_PLANNED[name]}) is not built yet; `kvfoundry methods` lists what is.")
     if name not in known:
         raise SpecError(unknown_name("method", name, known))
     return known[name]

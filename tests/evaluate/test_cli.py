@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 
 import pytest
 import typer
@@ -14,6 +15,7 @@ import typer
 import kvfoundry
 from kvfoundry.cli import main
 from kvfoundry.cli.evaluation import eval_app
+from kvfoundry.cli.evaluation.playground import PlaygroundWords
 from kvfoundry.evaluate.results import META, REPORT, RESULTS, read_lines
 from kvfoundry.evaluate.tasks.ruler.table import VARIANTS
 
@@ -55,6 +57,7 @@ def in_process(*arguments, prelude=""):
         ["run", "--help"],
         ["report", "--help"],
         ["pick", "--help"],
+        ["lm-eval", "--help"],
         ["--version"],
         [],
     ],
@@ -73,6 +76,7 @@ def test_every_task_shows_the_shared_options(task):
     assert shown >= {
         "--model", "--method", "--budget", "--limit", "--eval-batch-size", "--eval_batch_size", "--chat", "--no-chat",
         "--prefill-chunk", "--hide-question", "--seed", "--out", "--resume", "--device", "--dtype", "--json",
+        "--save_dir", *(f"--{field.name}" for field in fields(PlaygroundWords)),
     }  # fmt: skip
     assert next(parameter.default for parameter in command.params if parameter.name == "out").name == task
 

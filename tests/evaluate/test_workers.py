@@ -4,15 +4,12 @@ import importlib.util
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from kvfoundry.cli import main
-from kvfoundry.errors import KVFoundryError, MissingExtraError
 from kvfoundry.evaluate.executors import ModelSource, worker_executor
 from kvfoundry.evaluate.results import RESULTS, read_lines, read_meta
 from kvfoundry.evaluate.runner import evaluate

@@ -120,9 +120,10 @@ def test_the_second_reading_leaves_no_spare_memory_behind(tiny_model):
     with torch.inference_mode():
         model(ids, None, None, full)
     cache = compressed(model, "kvzip(budget=20, chunk=16)", ids)
-    assert all(
-        layer.nbytes <= plain.nbytes for layer, plain in zip(cache.attention_layers, full.attention_layers, strict=True)
-    )
+    # The window layer keeps all its rows, positions now head by head; the other one a third.
+    window, whole = (layer.nbytes for layer in cache.attention_layers)
+    plain = full.attention_layers[0].nbytes
+    assert window <= plain + 2 * 60 * 2 and whole <= 0.36 * plain
 
 
 def test_generate_and_prefill_run_the_pass_by_themselves(own_model):

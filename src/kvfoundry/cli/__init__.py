@@ -13,11 +13,13 @@ from kvfoundry.analysis.command import analyze_app
 from kvfoundry.cli.calibrate import calibrate
 from kvfoundry.cli.demo import demo
 from kvfoundry.cli.evaluation import eval_app
+from kvfoundry.cli.lm_eval import PASS_ON, lm_eval
 from kvfoundry.cli.methods import methods
 from kvfoundry.cli.options import Interrupted
 from kvfoundry.cli.pick import pick
 from kvfoundry.cli.report import report
 from kvfoundry.cli.run import run
+from kvfoundry.cli.store import store_app
 from kvfoundry.errors import KVFoundryError
 
 app = typer.Typer(
@@ -32,9 +34,11 @@ app.command()(run)
 app.command()(methods)
 app.command()(calibrate)
 app.add_typer(eval_app, name="eval")
+app.command(context_settings=PASS_ON)(lm_eval)
 app.command()(report)
 app.command()(pick)
 app.add_typer(analyze_app, name="analyze")
+app.add_typer(store_app, name="store")
 
 # typer exports no name for the base of its usage errors; BadParameter is the one public member of that family.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]

@@ -126,7 +126,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     return prompts
 
 
-def load_model(name: str, device: str, dtype: str) -> tuple[Any, Any]:
+def load_model(name: str, device: str, dtype: str, **more: Any) -> tuple[Any, Any]:
     import kvfoundry
 
-    return kvfoundry.load(name, device=device, dtype=dtype)
+    return kvfoundry.load(name, device=device, dtype=dtype, **more)

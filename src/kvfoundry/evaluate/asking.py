@@ -1,8 +1,10 @@
 """What is asked of a model, in pieces that can be sent elsewhere, and the result lines that come back."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 import kvfoundry
 from kvfoundry.evaluate.prompts import line_stops
@@ -55,19 +57,35 @@ Answers = list[list[Line]]
 def answer(model: Any, tokenizer: Any, job: Job, work: Work) -> Answers:
     """Ask. Whatever goes wrong is narrowed down to the one method and the one question that cannot be answered.
 
-    Methods that cannot read together read one after the other, a batch that fails is asked one by one.
+    A batch that memory does not hold is asked in halves; methods that cannot read together read one after the other.
     """
     alone = ""
     if work.together:
         try:
             return _together(model, tokenizer, job, work)
+        except torch.OutOfMemoryError as error:
+            alone = _told(error)
+            halves = _halves(work.questions)
         except Exception as error:  # as below
-            alone = f"read its prompts alone, for together with other methods: {type(error).__name__}: {error}"
+            alone, halves = _told(error), ()
+        if halves:  # outside of the handler, whose traceback holds on to the memory
+            answers = [answer(model, tokenizer, job, replace(work, questions=half)) for half in halves]
+            return [first + second for first, second in zip(*answers, strict=True)]
     found = [_one_method(model, tokenizer, job, arm, work.questions) for arm in work.arms]
     if alone:
         for line in (line for lines in found for line in lines):
-            line["notes"] = [*line["notes"], alone]
+            line["notes"] = [*line["notes"], f"read its prompts alone, for together with other methods: {alone}"]
     return found
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _halves(questions: Sequence[Question]) -> tuple[tuple[Question, ...], ...]:
+    """Two parts of a batch; none where it cannot be divided."""
+    middle = len(questions) // 2
+    return (tuple(questions[:middle]), tuple(questions[middle:])) if middle else ()
 
 
 def failed(reason: str) -> Line:
@@ -81,8 +99,8 @@ def _one_method(model: Any, tokenizer: Any, job: Job, arm: int, batch: Sequence[
         return _ask(model, tokenizer, job, job.arms[arm], batch)
     except Exception as error:  # whatever one item does, the others must still run
         if len(batch) == 1:
-            return [failed(f"{type(error).__name__}: {error}")]
-    return [_one_method(model, tokenizer, job, arm, [question])[0] for question in batch]
+            return [failed(_told(error))]
+    return [line for half in _halves(batch) for line in _one_method(model, tokenizer, job, arm, half)]
 
 
 def _ask(model: Any, tokenizer: Any, job: Job, method: Method, batch: Sequence[Question]) -> list[Line]:

@@ -5,6 +5,7 @@ whatever the model would have said is compared with what it says over the full c
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,20 +70,26 @@ def force(
     cost = (cache.nbytes, cache.peak_nbytes, cache.parked_nbytes)
     kept = kept_by_row(cache)
     resumed = time.perf_counter()
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    parts = []
-    for start in range(prefix, ids.shape[1], piece):
-        stop = min(start + piece, ids.shape[1])
-        output = model(
-            ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions[:, start:stop],
-            use_cache=True, **{compat.CACHE_ARGUMENT: cache},
-        )  # fmt: skip
-        parts.append(output.logits.float())
-    logits = torch.cat(parts, dim=1)
+    logits = torch.cat(list(feed(model, cache, ids, mask, prefix, piece)), dim=1)
     _wait(ids)
     seconds = prefix_seconds + time.perf_counter() - resumed
     profiles = [row.profile for row in kept_by_row(cache)]
     return Forced(logits, *cost, kept, profiles, prefix_seconds, seconds, list(cache.notes))
+
+
+def feed(model: Any, cache: KVCache, ids: Tensor, mask: Tensor, start: int, piece: int = 1) -> Iterator[Tensor]:
+    """Feed the columns from `start` on of left-padded texts [batch, tokens], `piece` at once, to a cache of the rest.
+
+    Yields what the model says behind each of them, in float32: [batch, columns of the piece, vocabulary].
+    """
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    for first in range(start, ids.shape[1], piece):
+        last = min(first + piece, ids.shape[1])
+        output = model(
+            ids[:, first:last], attention_mask=mask[:, :last], position_ids=positions[:, first:last],
+            use_cache=True, **{compat.CACHE_ARGUMENT: cache},
+        )  # fmt: skip
+        yield output.logits.float()
 
 
 def _wait(tensor: Tensor) -> None:

@@ -172,15 +172,20 @@ def _batches(questions: Sequence[Question], batch_size: int, mixed: bool) -> Ite
         yield tuple(batch)
 
 
-def _works(job: Job, asked: Sequence[_Asked], batch_size: int, together: int) -> Iterator[Work]:
+def _works(job: Job, asked: Sequence[_Asked], batch_size: int, together: int, timed: int) -> Iterator[Work]:
     """What there is to do, method after method; so many methods at a time read their prompts together.
 
-    A measured task says itself how a method reads, so there each method is alone.
+    A measured task says itself how a method reads, so there each method is alone; so it is with the longest prompts,
+    one at a time, of which the times are wanted.
     """
     shared: dict[bool, list[Question]] = {False: [], True: []}
     for item in asked:
         measured = isinstance(job.tasks[item.question.task], MeasuredTask)
         shared[together > 1 and not measured].append(item.question)
+    if timed and shared[True]:
+        longest = sorted(shared[True], key=lambda question: -question.prompt_tokens)[:timed]
+        shared[True] = [question for question in shared[True] if question not in longest]
+        yield from (Work((arm,), (question,)) for arm in range(len(job.arms)) for question in longest)
     for mixed, questions in shared.items():
         at_once = together if mixed else 1
         batches = list(_batches(questions, batch_size, mixed))
@@ -210,6 +215,7 @@ def evaluate(
     prefill_chunk: int | None = None,
     hide_question: bool = False,
     together: int = 1,
+    timed: int = 0,
     resume: bool = False,
     executor: Executor | None = None,
     arguments: Mapping[str, Any] | None = None,
@@ -227,6 +233,7 @@ def evaluate(
         together: so many methods at a time read their prompts together and decode in common batches, as
             `kvfoundry.generate_together`: the same answers and bytes for a fraction of the time, but no times of a
             single method. 1 measures every method on its own.
+        timed: so many of the longest prompts are answered by every method alone all the same, one by one, for its times.
         resume: go on with what `out` holds already.
         executor: where it is answered; by default here, by `model`. With one that has models of its own, `model` is
             only asked for its config and may come from `kvfoundry.models.outline`.
@@ -242,6 +249,8 @@ def evaluate(
     for name, number in (("batch size", batch_size), ("together", together)):
         if number < 1:
             raise TaskError(f"{name} {number} is out of range; give at least 1.")
+    if timed < 0 or (timed and together == 1):
+        raise TaskError(f"timed {timed} is a number of prompts of a run with --together; without it all are timed.")
     if together > 1 and prefill_chunk is not None:
         raise TaskError("methods that read a prompt in pieces drop rows between them, so they cannot read it together; "
                         "leave out --together or --prefill-chunk.")  # fmt: skip
@@ -256,7 +265,7 @@ def evaluate(
             "hide_question": hide_question,
             "batch_size": batch_size,
             "chat": chat,
-            **({"together": together} if together > 1 else {}),
+            **({"together": together, "timed": timed} if together > 1 else {}),
         }
         settings = {
             **(arguments or {}),
@@ -278,7 +287,7 @@ def evaluate(
         with ResultsFolder(out, settings, resume) as folder:
             folder.write_json(META, meta)
             folder.write_prompts([question.ends() for question in asked])
-            _run(folder, workers, job, asked, _works(job, asked, batch_size, together), on_progress)
+            _run(folder, workers, job, asked, _works(job, asked, batch_size, together, timed), on_progress)
             folder.arrange([(*question.key, str(arm)) for arm in arms for question in asked])
             meta["arms"] = _arms_record(folder.lines, site.dtype, {"backend": site.backend, **shared})
             meta["shared_prompts"] = shared_prompts(folder.lines)

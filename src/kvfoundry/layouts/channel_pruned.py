@@ -60,6 +60,10 @@ class ChannelPrunedRows(Layout):
     def lengths(self) -> Tensor:
         return self._old.lengths + self._tail.lengths
 
+    def parts(self) -> tuple[WholeRows, WholeRows, Tensor]:
+        """What is stored: the pruned rows, the whole ones, and the channels that the former have."""
+        return self._old, self._tail, self._channels
+
     @property
     def channels(self) -> Tensor:
         """Channels that the keys of the older rows have: [batch, heads, kept], ascending."""

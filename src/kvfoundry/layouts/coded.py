@@ -90,6 +90,11 @@ class CodedRows(Layout):
         return self._with(self.keys.flushed(self._positions), self.values.flushed(self._positions))
 
     @property
+    def dtype(self) -> torch.dtype:
+        """In which rows are decoded."""
+        return self._dtype
+
+    @property
     def lengths(self) -> Tensor:
         return self._lengths
 

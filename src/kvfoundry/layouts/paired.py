@@ -37,6 +37,16 @@ class PairedRows(Layout):
         return self._store.pair(*self._pair)
 
     @property
+    def half(self) -> Half:
+        """Which layer of the pair this is."""
+        return self._half
+
+    @property
+    def merged_pair(self) -> MergedPair:
+        """What the store holds for both layers."""
+        return self._merged
+
+    @property
     def fresh(self) -> DenseRows:
         """The rows that are not merged yet."""
         return self._fresh

@@ -22,7 +22,7 @@ from kvfoundry.together.join import joined, kinship
 from kvfoundry.together.prompt import SharedPrompt
 
 # Rows that decode in one batch. More of them cost a CPU as much as they save, while a GPU is idle with fewer.
-_ROWS = {"cpu": 64, "cuda": 1024}
+_ROWS = {"cpu": 64, "cuda": 4096}
 # What a generation config may not ask for, because it means something else where an answer is made in several calls.
 _NOT_IN_PIECES = (
     "forced_eos_token_id", "forced_bos_token_id", "begin_suppress_tokens", "exponential_decay_length_penalty",
@@ -66,7 +66,7 @@ def generate_together(
     None, and `seconds` is the share of one answer in the whole.
 
     max_new_tokens: for all prompts, or one for each. rows: of a decoding batch at most, by default 64 on a CPU and
-    1,024 on a GPU. The other parameters are those of `kvfoundry.generate`.
+    4,096 on a GPU. The other parameters are those of `kvfoundry.generate`.
 
     Raises DataError for an empty prompt or one that does not fit the model, UnsupportedModelError for a model that
     cannot share a prompt, or whose generation config asks for beams or for a forced end.

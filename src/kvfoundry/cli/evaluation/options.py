@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kvfoundry.cli.evaluation.playground import PlaygroundWords
 from kvfoundry.cli.options import (
     BudgetOption,
     ChatOption,
@@ -23,7 +24,7 @@ from kvfoundry.cli.options import (
 
 
 @dataclass(frozen=True)
-class EvalOptions:
+class EvalOptions(PlaygroundWords):
     """The options that all eval tasks share; `with_eval_options` adds them to a command."""
 
     model: ModelOption = "smollm2"
@@ -45,6 +46,10 @@ class EvalOptions:
             help="So many methods at a time read a prompt together: the same answers much faster, no times per method.",
         ),
     ] = 1
+    timed: Annotated[
+        int,
+        typer.Option("--timed", help="With --together: the longest prompts that every method answers alone, timed."),
+    ] = 0
     workers: Annotated[
         str,
         typer.Option(
@@ -55,7 +60,7 @@ class EvalOptions:
         int | None, typer.Option("--worker-count", help="Workers of --workers ray. (default: one per GPU, or 2)")
     ] = None
     seed: SeedOption = 0
-    out: Annotated[Path, typer.Option("--out", help="Results folder.")] = Path("results")
+    out: Annotated[Path, typer.Option("--out", "--save_dir", help="Results folder.")] = Path("results")
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False
     device: DeviceOption = "auto"
     dtype: DtypeOption = "auto"

@@ -17,7 +17,9 @@ def ruler(
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            "--tasks", help=f"Of {', '.join(VARIANTS)}; repeat or use commas. (default: all that --qa-data allows)"
+            "--tasks",
+            "--datasets",
+            help=f"Of {', '.join(VARIANTS)}; repeat or use commas. (default: all that --qa-data allows)",
         ),
     ] = None,
     lengths: Annotated[

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfoundry.cli.evaluation.options import EvalOptions
 from kvfoundry.cli.evaluation.output import finish, progress_bar
+from kvfoundry.cli.evaluation.playground import specs
 from kvfoundry.cli.options import Interrupted, parse_budgets
 
 if TYPE_CHECKING:
@@ -29,16 +30,17 @@ def run_tasks(
         KVFoundryError: whatever can be known before the first prompt; the cheapest to know comes first.
         Interrupted: Ctrl-C; the message says how to go on.
     """
-    budgets = parse_budgets(options.budget)
+    budgets = parse_budgets(options.budgets(options.budget))
     from kvfoundry.evaluate.arms import expand_arms
     from kvfoundry.evaluate.executors import ModelSource, worker_executor
     from kvfoundry.evaluate.results import RESULTS, check_folder, read_lines
     from kvfoundry.evaluate.runner import evaluate
     from kvfoundry.models import outline
 
-    arms = expand_arms(options.method or ["fullkv"], budgets)
+    arms = expand_arms(specs(options.method, options), budgets)
     check_folder(options.out, options.resume)  # before the model is loaded: a wrong folder is known at once
-    source = ModelSource(options.model, options.device, options.dtype)
+    attention = {} if options.attn_implementation is None else {"attn_implementation": options.attn_implementation}
+    source = ModelSource(options.model, options.device, options.dtype, **attention)
     executor = worker_executor(options.workers, options.worker_count, source)
     # Workers load it themselves; here its config is all that is needed then.
     model, tokenizer = source.load() if executor is None else outline(options.model)
@@ -57,6 +59,7 @@ def run_tasks(
                 prefill_chunk=options.prefill_chunk,
                 hide_question=options.hide_question,
                 together=options.together,
+                timed=options.timed,
                 resume=options.resume,
                 executor=executor,
                 arguments={
@@ -65,6 +68,7 @@ def run_tasks(
                     "dtype": options.dtype,
                     "workers": options.workers,
                     "worker_count": options.worker_count,
+                    **attention,
                 },
                 on_progress=on_progress,
             )
@@ -76,6 +80,6 @@ def run_tasks(
 
 def _resume_hint(out: Path) -> str:
     command = ["kvfoundry", *sys.argv[1:]]
-    if "--out" not in command and not any(word.startswith("--out=") for word in command):
+    if not any(word.partition("=")[0] in ("--out", "--save_dir") for word in command):
         command += ["--out", str(out)]
     return shlex.join(command if "--resume" in command else [*command, "--resume"])

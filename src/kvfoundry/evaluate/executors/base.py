@@ -42,9 +42,10 @@ class ModelSource:
     name: str
     device: str = "auto"
     dtype: str = "auto"
+    attn_implementation: str = "sdpa"
 
     def load(self) -> tuple[Any, Any]:
-        return load(self.name, device=self.device, dtype=self.dtype)
+        return load(self.name, device=self.device, dtype=self.dtype, attn_implementation=self.attn_implementation)
 
     @property
     def names_one_gpu(self) -> bool:

@@ -1,0 +1,122 @@
+"""A stored chunk against reading its passage again: times of put and get for each tier, and of the forward pass.
+
+    python benchmarks/store_speed.py [--model smollm2] [--lengths 256 1024 4096] [--rounds 5] [--redis redis://127.0.0.1]
+
+Every get is checked bit for bit against what was put before a time is written. "disk cold" is read after the kernel was
+told to forget the file. Writes benchmarks/results/store_speed.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvfoundry
+from kvfoundry.chunks import ChunkKV, ChunkStore, Identity
+from kvfoundry.chunks.identity import ChunkKey
+from kvfoundry.chunks.passage import read_passage
+
+RESULTS = Path(__file__).resolve().parent / "results" / "store_speed.json"
+
+
+def same(one: ChunkKV | None, other: ChunkKV) -> bool:
+    """Bit for bit."""
+    if one is None:
+        return False
+    left, right = one.tensors(), other.tensors()
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def seconds(action: Callable[[], Any], rounds: int, before: Callable[[], Any] = lambda: None) -> float:
+    """Median time of an action, each after `before`."""
+    times = []
+    for _ in range(rounds):
+        before()
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def forget(folder: Path) -> None:
+    """Ask the kernel to drop its copies of the files."""
+    for path in folder.rglob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def tier_times(spec: str, key: ChunkKey, chunk: ChunkKV, rounds: int, folder: Path | None = None) -> dict[str, float]:
+    """Milliseconds of put and get in a store of one tier."""
+    with ChunkStore(spec) as store:
+        put = seconds(lambda: store.put(key, chunk), rounds, lambda: store.invalidate(key))
+        if not same(store.get(key), chunk):
+            raise SystemExit(f"{spec}: what comes back is not what was put; no time is written on a red check.")
+        told = {"put_ms": put, "get_ms": seconds(lambda: store.get(key), rounds)}
+        if folder is not None:
+            told["get_cold_ms"] = seconds(lambda: store.get(key), rounds, lambda: forget(folder))
+        store.clear()
+    return {name: round(1e3 * value, 2) for name, value in told.items()}
+
+
+def measure(model: Any, tokenizer: Any, method: str, length: int, rounds: int, redis: str | None) -> dict[str, Any]:
+    """One passage length under one method."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(100, model.config.vocab_size - 100, (length,), generator=generator)
+    key = Identity.of(model, tokenizer, method).key(ids)
+    chunk = read_passage(model, ids, method)
+    row: dict[str, Any] = {"method": method, "tokens": length, "megabytes": round(chunk.nbytes / 1e6, 2)}
+    with tempfile.TemporaryDirectory() as folder:
+        size = 4 * chunk.nbytes + (1 << 20)
+        specs = {"host": f"host:{size}", "disk": f"disk:{folder}/kv:{size}"}
+        if redis is not None:
+            specs["redis"] = f"{redis}?size={size}&timeout=60&prefix=kvfoundry-bench"
+        for name, spec in specs.items():
+            row[name] = tier_times(spec, key, chunk, rounds, Path(folder) if name == "disk" else None)
+    row["recompute_ms"] = round(1e3 * seconds(lambda: read_passage(model, ids, method), max(1, rounds // 2)), 1)
+    row["recompute_over_disk_get"] = round(row["recompute_ms"] / row["disk"]["get_ms"], 1)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 4096])
+    parser.add_argument("--methods", nargs="+", default=["fullkv", "kivi(bits=4)"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--redis", help="address of a Redis that may be written to, for example redis://127.0.0.1:6379")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    model, tokenizer = kvfoundry.load(options.model)
+    start = time.perf_counter()
+    Identity.of(model, tokenizer)
+    told: dict[str, Any] = {
+        "what": "put and get of one chunk by tier, against reading the passage again; medians",
+        "model": options.model,
+        "dtype": str(model.dtype),
+        "threads": torch.get_num_threads(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "identity_seconds": round(time.perf_counter() - start, 3),
+        "rows": [],
+    }
+    for method in options.methods:
+        for length in options.lengths:
+            row = measure(model, tokenizer, method, length, options.rounds, options.redis)
+            told["rows"].append(row)
+            print(json.dumps(row), flush=True)
+            options.out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
