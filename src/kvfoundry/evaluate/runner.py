@@ -233,7 +233,7 @@ def evaluate(
         together: so many methods at a time read their prompts together and decode in common batches, as
             `kvfoundry.generate_together`: the same answers and bytes for a fraction of the time, but no times of a
             single method. 1 measures every method on its own.
-        timed: so many of the longest prompts are answered by every method alone all the same, one by one, for its times.
+        timed: so many of the longest prompts are answered by every method alone as well, one by one, for its times.
         resume: go on with what `out` holds already.
         executor: where it is answered; by default here, by `model`. With one that has models of its own, `model` is
             only asked for its config and may come from `kvfoundry.models.outline`.

@@ -48,7 +48,7 @@ class EvalOptions(PlaygroundWords):
     ] = 1
     timed: Annotated[
         int,
-        typer.Option("--timed", help="With --together: the longest prompts that every method answers alone, timed."),
+        typer.Option("--timed", help="With --together: so many prompts that every method answers alone, timed."),
     ] = 0
     workers: Annotated[
         str,
