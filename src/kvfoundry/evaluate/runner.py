@@ -30,7 +30,7 @@ from kvfoundry.evaluate.results import FORMAT, META, SUMMARY, Line, ResultsFolde
 from kvfoundry.evaluate.runs import read_run
 from kvfoundry.evaluate.summary import group_by, shared_prompts, summarise
 from kvfoundry.evaluate.tasks.base import Item, MeasuredTask, ScoringTask, Task, TaskError
-from kvfoundry.generation import check_length
+from kvfoundry.feeding import check_length
 
 # Fields of a Generation that a result line takes over as they are.
 _MEASURED = (
