@@ -484,6 +484,8 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         self.is_initialized = True
         if self.rule.span is not None:
             self._leave_window(tokens)
+        elif bool((rows.lengths < self.real[:, None]).any()):
+            self.rows_lost_at = tokens
         self.note_bytes()
 
     def look_back(self, query: Tensor, positions: Tensor, reading: Reading, module: nn.Module | None) -> None:
@@ -510,7 +512,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         if remaining < 0:
             raise CacheStateError(f"cannot take back {-tokens_to_remove} tokens: the cache has seen {self.seen}.")
         unfinished = self.prompt.tokens is not None and not self.prompt.ended(self.seen)
-        if self.acts and (remaining < self.rows_lost_at or unfinished or self.method.schedule.every):
+        if remaining < self.rows_lost_at or (self.acts and (unfinished or self.method.schedule.every)):
             raise CacheStateError(
                 f"cannot take tokens back under {self.method}: rows of the remaining tokens are already dropped. "
                 "Use fullkv for assisted or prompt-lookup decoding, or fork() the cache before trying tokens."

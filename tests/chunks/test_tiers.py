@@ -264,6 +264,7 @@ NOTE = Note(10, 1, 8, "", "fullkv", 1.0)
     + [NOTE.dumps().replace(old, new) for old, new in [
         (b'"size": 10', b'"size": -1'), (b'"size": 10', b'"size": "10"'), (b'"size": 10', b'"size": true'),
         (b'"version": 1', b'"version": 2'), (b'"namespace": ""', b'"namespace": 3'), (b'1.0', b'"x"'),
+        (b'"namespace": ""', b'"namespace": "\\u001b[2J"'),
     ]],
 )  # fmt: skip
 def test_odd_notes_are_refused(data: bytes) -> None:

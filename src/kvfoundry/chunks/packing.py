@@ -80,7 +80,10 @@ class Note:
                 raise Damaged(f"version {version!r:.20}, and this is version {VERSION}")
             counts = (whole_number(held[name], 0) for name in ("size", "checksum", "tokens"))
             size, checksum, tokens = counts
-            return cls(size, checksum, tokens, text(held["namespace"]), text(held["method"]), float(held["written"]))
+            namespace, method = text(held["namespace"]), text(held["method"])
+            if not (namespace + method).isprintable():
+                raise ValueError("control characters")
+            return cls(size, checksum, tokens, namespace, method, float(held["written"]))
         except (KVFoundryError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise Damaged("its note cannot be read") from error
 

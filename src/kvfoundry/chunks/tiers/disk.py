@@ -228,8 +228,11 @@ class DiskTier(Tier):
     def listing(self) -> Iterator[Listing]:
         with self._locked():
             self._index.sync()
-            found = list(self._index.listing())
-        yield from found
+            names = [(name, held.used) for name, held in self._index.seen()]
+        for name, used in names:
+            with suppress(Damaged, FileNotFoundError):
+                note = self._index.read_note(name)
+                yield Listing(name, note.size, note.tokens, note.namespace, note.method, used)
 
     @property
     def nbytes(self) -> int:
