@@ -35,7 +35,8 @@ class Generation:
     it ended, see `kvfoundry.kept.Kept`. Times are of the whole batch:
     ttft_seconds until the first token (and the second pass of a method that has one), ms_per_token per decode step
     after it (0 when there was none). reused_tokens, recomputed_tokens: of documents whose chunks were in the store, and
-    of the context that a blend computed again.
+    of the context that a blend computed again. store_report: hits by tier, reasons of misses, bytes and stalls of the
+    batch, see `kvfoundry.chunks.report.Report`.
     """
 
     text: str
@@ -55,6 +56,7 @@ class Generation:
     parked_bytes: int = 0
     reused_tokens: int = 0
     recomputed_tokens: int = 0
+    store_report: dict[str, Any] | None = None
 
 
 def generate(
@@ -78,6 +80,7 @@ def generate(
     blend: str | Blend = "blend()",
     chunk_method: str | Method | None = None,
     head: str = "",
+    namespace: str = "",
     details: bool = False,
     **options: Any,
 ) -> Any:
@@ -90,8 +93,8 @@ def generate(
     hold_back: the method acts before it sees the last so many tokens of a prompt (its question, say), which then add
     their own rows. cache: continue on this cache (a fork() of a document's cache, say); prompts are then the text that
     follows. documents: texts in front of the prompts, one list for all or one for each; their chunks are looked up in
-    `store` and blended as `blend` says, see `kvfoundry.blend.blended_cache`, also for chunk_method and head. streamer,
-    generation_config, seed and further keywords (do_sample, num_beams, stop_strings, ...) are transformers'.
+    `store` and blended as `blend` says, see `kvfoundry.blend.blended_cache`, also for chunk_method, head, namespace.
+    streamer, generation_config, seed and further keywords (do_sample, num_beams, stop_strings, ...) are transformers'.
     Returns a string or a list of strings in the order of the prompts; with details=True `Generation` objects.
     Raises DataError for an empty prompt or one that does not fit the model.
     """
@@ -115,6 +118,8 @@ def generate(
         raise DataError(
             "documents=... makes a cache of its own in front of the prompts; leave cache and hold_back out."
         )
+    if documents is None and store is not None:
+        raise DataError("store=... serves the chunks of documents; give documents=[...] with it.")
     decoding = {"streamer": streamer, "generation_config": generation_config, **options}
     size = batch_size or max(1, len(texts))
     results: list[Generation] = []
@@ -124,7 +129,7 @@ def generate(
         results = answers_over(
             model, tokenizer, texts, documents, method, max_new_tokens, batch_size=size, chat=chat,
             answer_prefixes=prefixes, store=store, blend=blend, chunk_method=chunk_method, head=head,
-            prefill_chunk=prefill_chunk, **decoding,
+            namespace=namespace, prefill_chunk=prefill_chunk, **decoding,
         )  # fmt: skip
     for start in range(0, len(texts) if documents is None else 0, size):
         batch = slice(start, start + size)

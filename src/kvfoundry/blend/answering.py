@@ -31,6 +31,7 @@ def answers_over(
     blend: str | Blend,
     chunk_method: str | Method | None,
     head: str,
+    namespace: str,
     **decoding: Any,
 ) -> list[Generation]:
     """An answer to every question over its own documents, in batches; see `kvfoundry.generate`.
@@ -45,7 +46,7 @@ def answers_over(
         prompts = blended_cache(
             model, tokenizer, batches[batch], questions[batch], store=store, blend=blend, method=method,
             chunk_method=chunk_method, head=head, chat=chat, answer_prefix=answer_prefixes[batch],
-            max_new_tokens=max_new_tokens,
+            namespace=namespace, max_new_tokens=max_new_tokens,
         )  # fmt: skip
         blended, spent = prompts.blended, time.perf_counter() - began
         copies = max(_asked(decoding, "num_beams"), _asked(decoding, "num_return_sequences"))
@@ -66,6 +67,7 @@ def answers_over(
                     notes=[*answer.notes, *prompts.notes[row]],
                     reused_tokens=prompts.reused_tokens[row],
                     recomputed_tokens=blended.recomputed_tokens[row],
+                    store_report=None if store is None else prompts.report.as_dict(),
                 )
             )
     return answers

@@ -21,17 +21,21 @@ _known: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, tuple[Any, Identity
 
 
 def identity_now(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, method: str | Method | None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    method: str | Method | None,
+    namespace: str = "",
 ) -> Identity:
     """`Identity.of` these, remembered until one of them changes."""
     words = None if tokenizer is None else len(tokenizer)
-    state = _state(model), id(tokenizer), words, str(Method.parse("fullkv" if method is None else method))
+    spec = str(Method.parse("fullkv" if method is None else method))
+    state = _state(model), id(tokenizer), words, spec, namespace
     known = _known.setdefault(model, {})
     if state not in known:
         if any(state[0] != other[0] for other in known):
             known.clear()  # of a model that is no more
         # The tokenizer is held, or another one might get its id.
-        known[state] = tokenizer, Identity.of(model, tokenizer, method)
+        known[state] = tokenizer, Identity.of(model, tokenizer, method, namespace=namespace)
     return known[state][1]
 
 

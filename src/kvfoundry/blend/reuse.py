@@ -15,8 +15,9 @@ from kvfoundry.blend.identity import identity_now
 from kvfoundry.blend.segments import SEPARATOR, Segments, front_ids, segment
 from kvfoundry.blend.spec import Blend
 from kvfoundry.checks import choice
-from kvfoundry.chunks import ChunkKV, ChunkStore
+from kvfoundry.chunks import ChunkKV, ChunkStore, Report
 from kvfoundry.chunks.passage import read_passage
+from kvfoundry.chunks.search import NOT_STORED
 from kvfoundry.errors import DataError
 from kvfoundry.feeding import check_length
 from kvfoundry.method import Method
@@ -59,12 +60,14 @@ class Found:
 class BlendedPrompts:
     """Prompts whose documents are in `blended.cache` and whose questions come next.
 
-    segments: the token ids of every prompt; passages: where each of its documents came from.
+    segments: the token ids of every prompt; passages: where each of its documents came from. report: what this request
+    found in which tier of the store, why chunks were missed, bytes moved, and time waited; of the batch as a whole.
     """
 
     blended: Blended
     segments: list[Segments]
     passages: list[list[Found]]
+    report: Report
 
     @property
     def reused_tokens(self) -> list[int]:
@@ -73,9 +76,14 @@ class BlendedPrompts:
 
     @property
     def notes(self) -> list[list[str]]:
-        """One sentence for every prompt about where its documents came from."""
+        """What is to say of every prompt: where its documents came from, and which tier failed."""
+        failed = sorted(reason for reason in self.report.misses if reason != NOT_STORED)
         return [
-            [f"{sum(found.hit for found in own)} of {len(own)} documents were in the store."] for own in self.passages
+            [
+                f"{sum(found.hit for found in own)} of {len(own)} documents were in the store.",
+                *(f"Missed in the store: {reason}." for reason in failed if not all(found.hit for found in own)),
+            ]
+            for own in self.passages
         ]
 
 
@@ -94,6 +102,7 @@ def blended_cache(
     chat: bool = False,
     answer_prefix: str | Sequence[str] = "",
     behind: Behind = "head",
+    namespace: str = "",
     max_new_tokens: int = 0,
 ) -> BlendedPrompts:
     """Read documents from stored chunks: the cache of `head`, all documents and the question, up to the question.
@@ -103,7 +112,7 @@ def blended_cache(
     that answers; chunk_method: what is kept of a document's chunk (an eviction that needs no question, or a codec).
     head, separator, chat, answer_prefix: see `segment`; the last may be one for each prompt. behind: what a document
     is read behind when its chunk is computed: the whole "head", so that a chunk serves prompts with this head, or only
-    the "start", the tokenizer's special tokens.
+    the "start", the tokenizer's special tokens. namespace: of the store's entries; one never sees those of another.
     max_new_tokens: room to leave for an answer.
     Raises DataError for no documents, an empty one, or a prompt that is longer than the model's limit; otherwise as
     `blend_chunks`.
@@ -125,7 +134,8 @@ def blended_cache(
     front = segments[0].head if behind == "head" or chat else tuple(front_ids(tokenizer))
     wanted = {(passage, front): None for prompt in segments for passage in prompt.passages}
     wanted |= {(prompt.head, ()): None for prompt in segments if prompt.head}
-    chunks = _chunks(model, tokenizer, store, list(wanted), recipe)
+    report = Report()
+    chunks = _chunks(model, tokenizer, store, list(wanted), recipe, namespace, report)
     rows, found = [], []
     for prompt in segments:
         own = [chunks[passage, front] for passage in prompt.passages]
@@ -133,7 +143,7 @@ def blended_cache(
         rows.append([*first, *(chunk for chunk, _ in own)])
         found.append([Found(len(passage), hit) for passage, (_, hit) in zip(prompt.passages, own, strict=True)])
     blended = blend_unchecked(model, rows, [list(prompt.question) for prompt in segments], blend, method)
-    return BlendedPrompts(blended, segments, found)
+    return BlendedPrompts(blended, segments, found, report)
 
 
 def documents_of(documents: Sequence[str] | Sequence[Sequence[str]], questions: Sequence[str]) -> list[Sequence[str]]:
@@ -152,14 +162,16 @@ def _chunks(
     store: ChunkStore | None,
     wanted: list[tuple[Ids, Ids]],
     method: Method,
+    namespace: str,
+    report: Report,
 ) -> dict[tuple[Ids, Ids], tuple[ChunkKV, bool]]:
     """The chunk of every (passage, what it was read behind), and whether it was in the store; others are put there."""
     found: dict[tuple[Ids, Ids], tuple[ChunkKV, bool]] = {}
     keys = {}
     if store is not None:
-        identity = identity_now(model, tokenizer, method)
+        identity = identity_now(model, tokenizer, method, namespace)
         keys = {pair: identity.key(pair[0], context_ids=pair[1]) for pair in wanted}
-        coming = {pair: store.promote(key) for pair, key in keys.items()}
+        coming = {pair: store.promote(key, report=report) for pair, key in keys.items()}
         for pair, promotion in coming.items():
             chunk = promotion.result()
             if chunk is not None:
@@ -169,5 +181,5 @@ def _chunks(
             chunk = read_passage(model, passage, method, context_ids=context, tokenizer=tokenizer)
             found[passage, context] = chunk, False
             if store is not None:
-                store.put(keys[passage, context], chunk)
+                store.put(keys[passage, context], chunk, report=report)
     return found
