@@ -53,20 +53,9 @@ def selective_reference(
     Every passage is read alone at its place in the prompt; the rows of all tokens but the chosen ones go into a stock
     cache. The chosen tokens are fed on top of it, then the question, both under a mask that goes by positions.
     """
-    whole, at = torch.cat(list(parts)), 0
-    reused = DynamicCache()
+    whole = torch.cat(list(parts))
     kept = torch.tensor([token not in set(chosen) for token in range(len(whole))])
-    rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for part in parts:
-        alone = DynamicCache()
-        places = torch.arange(at, at + len(part))
-        model(part[None], position_ids=places[None], use_cache=True, **{compat.CACHE_ARGUMENT: alone})
-        for layer, held in enumerate(alone.layers):
-            stays = kept[places]
-            rows.setdefault(layer, []).append((held.keys[:, :, stays], held.values[:, :, stays]))
-        at += len(part)
-    for layer, found in rows.items():
-        reused.update(*(torch.cat(side, dim=2) for side in zip(*found, strict=True)), layer)
+    reused = reused_rows(model, parts, kept)
     there = torch.arange(len(whole))[kept]
     for tokens in (torch.tensor(list(chosen), dtype=torch.long), torch.arange(len(whole), len(whole) + len(question))):
         if not len(tokens):
@@ -79,6 +68,25 @@ def selective_reference(
         ids = torch.cat([whole, question])[tokens]
         output = model(ids[None], mask, tokens[None], use_cache=True, **{compat.CACHE_ARGUMENT: reused})
     return output.logits[0]
+
+
+@torch.no_grad()
+def reused_rows(model: PreTrainedModel, parts: Sequence[Tensor], kept: Tensor | None = None) -> DynamicCache:
+    """A stock cache of the rows of passages, each read alone at its place in the prompt. kept: of which tokens."""
+    reused, at = DynamicCache(), 0
+    kept = torch.ones(sum(map(len, parts)), dtype=torch.bool) if kept is None else kept
+    rows: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for part in parts:
+        alone = DynamicCache()
+        places = torch.arange(at, at + len(part))
+        model(part[None], position_ids=places[None], use_cache=True, **{compat.CACHE_ARGUMENT: alone})
+        for layer, held in enumerate(alone.layers):
+            stays = kept[places]
+            rows.setdefault(layer, []).append((held.keys[:, :, stays], held.values[:, :, stays]))
+        at += len(part)
+    for layer, found in rows.items():
+        reused.update(*(torch.cat(side, dim=2) for side in zip(*found, strict=True)), layer)
+    return reused
 
 
 def read_all(model: PreTrainedModel, parts: Sequence[Tensor], **how: Any) -> list[ChunkKV]:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from tiny_models import random_ids
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from kvfoundry import compat
 from kvfoundry.blend import Blend, blend_chunks, selectors
 from kvfoundry.blend.select.first_k_per_chunk import even_shares
 from kvfoundry.errors import SpecError
 
-from .support import passages, read_all
+from .support import passages, read_all, reused_rows
 
 Models = Callable[..., PreTrainedModel]
 LENGTHS = (10, 6, 14)
@@ -77,10 +78,27 @@ def test_query_aware_takes_what_the_question_attends_to(tiny_model: Models, refe
     assert blended.recomputed[0].tolist() == wanted
 
 
+def test_with_a_check_layer_attention_is_weighed_by_what_is_wrong(tiny_model: Models, reference_model: Models) -> None:
+    """Attention over the reused rows x distance of fresh and reused values, both from stock transformers."""
+    parts, question = passages(LENGTHS), random_ids(4, seed=99)
+    reference, reused = reference_model("llama"), reused_rows(reference_model("llama"), parts)
+    fresh, tokens = DynamicCache(), sum(LENGTHS)
+    with torch.no_grad():
+        reference(torch.cat(parts)[None], use_cache=True, **{compat.CACHE_ARGUMENT: fresh})
+        away = (fresh.layers[1].values - reused.layers[1].values).square().sum(dim=(1, 3)).sqrt()[0]
+        how = {"output_attentions": True, "use_cache": True, compat.CACHE_ARGUMENT: reused}
+        weights = torch.stack(reference(question[None], **how).attentions)
+    attended = weights[:, 0, :, :, :tokens].sum(dim=(0, 1, 2))
+    wanted = (attended * away)[LENGTHS[0] :].topk(6).indices.sort().values + LENGTHS[0]
+    assert chosen(tiny_model("llama"), "blend(ratio=0.2, select=query_aware, check=1)") == wanted.tolist()
+    assert wanted.tolist() != chosen(tiny_model("llama"), "blend(ratio=0.2, select=query_aware)")
+
+
 @pytest.mark.parametrize(
     "spec",
     [
         "blend(ratio=0.15, select='deviation')",
+        "blend(ratio=0.15, select='query_aware', check=4)",
         "blend(ratio=0.3, select='random', seed=4)",
         "blend(ratio=0.2, select='deviation', check=(1, 3), by='keys', update='all', widen=2.0, mask='corner')",
         "blend(ratio=1.0, select='none')",
@@ -106,6 +124,7 @@ def test_a_spec_reads_back(spec: str) -> None:
         ("blend(check=(2, 1))", "in rising order"),
         ("blend(by=both_of_them)", "by must be one of values, keys, both"),
         ("blend(update=some)", "update must be one of"),
+        ("blend(select=query_aware, check=0)", "check must be a whole number of at least 1"),
         ("blend(widen=0.5)", "widen must be at least 1"),
         ("blend(mask=none)", "mask must be one of causal, corner"),
         ("blend(select=random, seed=-1)", "seed must be a whole number"),

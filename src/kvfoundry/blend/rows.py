@@ -9,15 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvfoundry.kernels.attention import flash, scattered, sdpa
 from kvfoundry.layouts import Layout
 from kvfoundry.layouts.base import Reading, RowsView, owned, position_dtype
 from kvfoundry.layouts.dense import DenseRows
 from kvfoundry.layouts.storing import keep_rows
 from kvfoundry.visibility import Visibility
 
-# Queries that are masked at a time: a block reads no key behind its last query, as causality has it. On a GPU the
-# launch of a kernel costs more than what that saves.
-_BLOCK, _GPU_BLOCK = 128, 2048
+# Queries that are masked at a time: a block reads no key behind its last query, as causality has it. On a GPU a block
+# must be large enough to keep it busy.
+_BLOCK, _GPU_BLOCK = 64, 512
+# Backends whose arithmetic the joined halves stand for.
+_SCATTERED = (sdpa.attend, flash.attend)
 
 
 class WorkingRows:
@@ -71,8 +74,14 @@ class WorkingRows:
         query: [batch, query_heads, queries, head_dim]; positions: [batch, queries] up to which each sees, -1 for
         padding; span: the lowest and the highest of them in each column over the batch, on the CPU.
         """
-        outputs = []
         block = _GPU_BLOCK if query.is_cuda else _BLOCK
+        plain = reading.softcap is None and reading.sinks is None and reading.rule.span is None
+        if self.is_whole and plain and reading.kernel in _SCATTERED and scattered.serves(query, self.keys, self.values):
+            visibility = Visibility(positions, self.positions.long(), "masked", reading.rule)
+            return scattered.attend(
+                query, self.keys, self.values, visibility, span, scaling=reading.scaling, block=block
+            )
+        outputs = []
         for start in range(0, query.shape[2], block):
             part = slice(start, start + block)
             low, high = int(span[0][part].min()), int(span[1][part].max()) + 1
