@@ -44,7 +44,8 @@ class RowShape:
     @classmethod
     def of(cls, chunk: ChunkKV) -> RowShape:
         """The shape of a plain chunk."""
-        dims = ((layer.heads, layer.keys.shape[-1], layer.values.shape[-1]) for layer in chunk.layers)
+        held = ((layer.heads, layer.record.tensors) for layer in chunk.layers)
+        dims = ((heads, rows["keys"].shape[-1], rows["values"].shape[-1]) for heads, rows in held)
         return cls(tuple(dims), chunk.dtype)
 
     def __str__(self) -> str:

@@ -140,13 +140,18 @@ class Feed:
 
     def _copy(self, piece: Piece, layer: int, keys: Tensor, values: Tensor) -> None:
         """The rows of a piece into [heads, tokens, dim] of its prompt, each in the slot of its token."""
+        if piece.is_complete(layer):
+            rows = piece.chunk.layers[layer].record.tensors
+            for target, name in ((keys, "keys"), (values, "values")):
+                source = rows[name].to(self.device, non_blocking=True)
+                groups = target.shape[0] // source.shape[0]
+                source = source if groups == 1 else source.repeat_interleave(groups, dim=0)
+                target[:, piece.at : piece.stop] = source
+            return
         held = piece.chunk.layers[layer].rows()
         groups = keys.shape[0] // held.keys.shape[1]
         for target, source in ((keys, held.keys[0]), (values, held.values[0])):
             source = source.to(self.device, non_blocking=True).repeat_interleave(groups, dim=0)
-            if piece.is_complete(layer):
-                target[:, piece.at : piece.stop] = source
-                continue
             local = held.head_positions[0].to(self.device, torch.long).repeat_interleave(groups, dim=0)
             head, slot = (local >= 0).nonzero(as_tuple=True)
             target[head, local[head, slot] + piece.at] = source[head, slot]
