@@ -1,12 +1,13 @@
 """What blending costs in answers: F1 and divergence from full prefill, for every selector and several ratios.
 
-    python benchmarks/blend_quality.py [--model smollm2] [--samples 58] [--threads 2] [--tables]
+    python benchmarks/blend_quality.py [--model smollm2] [--also FILE ...] [--also-samples 12] [--threads 1] [--tables]
 
-Questions over passages (the project's own set, see `kvfoundry eval ragqa`). Every passage is read once behind the
-worked example that opens the prompt, and blended in the order of the sample. Full prefill and all arms read the same
-token ids. The divergence is KL(full || arm) over the tokens of the answer that full prefill gives, forced on every arm;
-F1 is that of the arm's own greedy answer. Intervals are percentiles of a paired bootstrap over samples. Writes
-benchmarks/results/blend_quality.json and the table of docs/blend.md; --tables only renews the table.
+Questions over passages: the project's own set, whole, and the first samples of other files in the forms that
+`kvfoundry eval ragqa` reads (HotpotQA and MuSiQue, say). Every passage is read once behind the worked example that
+opens the prompt, and blended in the order of the sample. Full prefill and all arms read the same token ids. The
+divergence is KL(full || arm) over the tokens of the answer that full prefill gives, forced on every arm; F1 is that of
+the arm's own greedy answer. Intervals are percentiles of a paired bootstrap over samples. Writes
+benchmarks/results/blend_quality.json as it goes, and the table of docs/blend.md; --tables only renews the table.
 """
 
 from __future__ import annotations
@@ -31,23 +32,22 @@ from kvfoundry.chunks.passage import read_passage
 from kvfoundry.evaluate.prompts import line_stops
 from kvfoundry.evaluate.tasks.base import Item
 from kvfoundry.evaluate.tasks.ragqa import EXAMPLE, RagTask
-from kvfoundry.evaluate.tasks.ragqa_data import RagSample, load_ragqa
+from kvfoundry.evaluate.tasks.ragqa_data import OWN_DATA, RagSample, load_ragqa
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "blend_quality.json"
 PAGE = ROOT / "docs" / "blend.md"
 FULL = "full prefill"
 RATIOS = (0.05, 0.15, 0.3)
-SELECTORS = ("deviation", "query_aware", "first_k_per_chunk", "random")
+SELECTORS = ("deviation", "query_aware", "query_aware, check=(2, 8)", "first_k_per_chunk", "random")
 # (what a passage is read behind, blend); the worked example unless it says otherwise.
 ARMS: tuple[tuple[str, str], ...] = (
     ("head", "blend(ratio=0, select=none)"),
     *(("head", f"blend(ratio={ratio}, select={name})") for name in SELECTORS for ratio in RATIOS),
     ("head", "blend(ratio=0.15, check=(1, 3, 6))"),
-    ("head", "blend(ratio=0.15, update=all)"),
     ("head", "blend(ratio=1.0)"),
     ("start", "blend(ratio=0, select=none)"),
-    *(("start", f"blend(ratio=0.15, select={name})") for name in SELECTORS[:3]),
+    ("start", "blend(ratio=0.15, select=query_aware, check=(2, 8))"),
 )
 RESAMPLES = 2000
 
@@ -102,7 +102,7 @@ class Reader:
 @torch.inference_mode()
 def read_sample(reader: Reader, task: RagTask, sample: RagSample, item: Item) -> dict[str, dict[str, float]]:
     """F1, divergence, agreement and share computed again, of every arm on one sample."""
-    documents = [f"{passage.title}: {passage.text}" for passage in sample.passages]
+    documents = [f"{each.title}: {each.text}" if each.title else each.text for each in sample.passages]
     prompt = segment(reader.tokenizer, documents, item.question.lstrip("\n"), head=EXAMPLE)
     answer, wanted = reader.full(prompt)
     rows = {FULL: {"f1": task.score(item, reader.text(answer))[0], "kl": 0.0, "same": 1.0, "share": 1.0}}
@@ -169,41 +169,64 @@ def write_table(record: dict[str, Any]) -> None:
     PAGE.write_text(re.sub(pattern, lambda match: match[1] + table(record) + "\n" + match[2], text, flags=re.DOTALL))
 
 
+def questions(tokenizer: Any, also: list[Path], most: int) -> list[tuple[str, RagTask, RagSample, Item]]:
+    """What is asked: our own set, and the first samples of other files."""
+    found = []
+    for path in (OWN_DATA, *also):
+        task = RagTask(load_ragqa(path))
+        name = "kvfoundry" if path == OWN_DATA else path.name.partition(".")[0]
+        pairs = list(zip(task.data.samples, task.items(tokenizer, False, 0), strict=True))
+        found += [(name, task, *pair) for pair in (pairs if path == OWN_DATA else pairs[:most])]
+    return found
+
+
+def record_of(rows: dict[str, list[dict[str, float]]], sets: list[str], **about: Any) -> dict[str, Any]:
+    """All that is kept of a run, finished or not."""
+    by_set = {}
+    for name in dict.fromkeys(sets):
+        places = [i for i, own in enumerate(sets) if own == name]
+        by_set[name] = summary({arm: [own[i] for i in places] for arm, own in rows.items()})
+    return {
+        "what": "questions over passages: F1, loss against full prefill in points, and KL(full || arm) in nats",
+        **about,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "sets": {name: sets.count(name) for name in by_set},
+        "arms": summary(rows),
+        "by_set": by_set,
+        "by_sample": {arm: [{k: round(v, 5) for k, v in row.items()} for row in own] for arm, own in rows.items()},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--samples", type=int, default=58)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--also", type=Path, nargs="*", default=[], help="further files of questions over passages")
+    parser.add_argument("--also-samples", type=int, default=12, help="how many samples of each of them")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tables", action="store_true", help="renew the table from the results that are there")
     arguments = parser.parse_args()
     if not arguments.tables:
         torch.set_num_threads(arguments.threads)
         model, tokenizer = kvfoundry.load(arguments.model, device="cpu")
-        began, task = time.perf_counter(), RagTask(load_ragqa())
-        reader = Reader(model, tokenizer, task.max_new_tokens)
-        pairs = list(zip(task.data.samples, task.items(tokenizer, False, 0), strict=True))[: arguments.samples]
+        began, sets = time.perf_counter(), []
         rows: dict[str, list[dict[str, float]]] = {}
-        for number, (sample, item) in enumerate(pairs, start=1):
+        asked = questions(tokenizer, arguments.also, arguments.also_samples)
+        for number, (name, task, sample, item) in enumerate(asked, start=1):
+            reader = Reader(model, tokenizer, task.max_new_tokens)
             for arm, row in read_sample(reader, task, sample, item).items():
                 rows.setdefault(arm, []).append(row)
-            print(f"{number} of {len(pairs)} samples, {time.perf_counter() - began:.0f} s", flush=True)
-        record = {
-            "what": "questions over passages: F1, loss against full prefill in points, and KL(full || arm) in nats",
-            "model": arguments.model,
-            "dtype": str(model.dtype),
-            "samples": len(rows[FULL]),
-            "seconds": round(time.perf_counter() - began),
-            "machine": platform.machine(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "arms": summary(rows),
-            "by_sample": {arm: [{k: round(v, 5) for k, v in row.items()} for row in own] for arm, own in rows.items()},
-        }
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+            sets.append(name)
+            print(f"{number} of {len(asked)} samples, {time.perf_counter() - began:.0f} s", flush=True)
+            if number % 10 == 0 or number == len(asked):
+                about = {"model": arguments.model, "dtype": str(model.dtype), "asked": len(asked)}
+                spent = round(time.perf_counter() - began)
+                record = record_of(rows, sets, **about, samples=number, seconds=spent)
+                RESULTS.write_text(json.dumps(record, indent=1) + "\n")
     record = json.loads(RESULTS.read_text())
     print(table(record))
-    if PAGE.exists():
-        write_table(record)
+    write_table(record)
 
 
 if __name__ == "__main__":

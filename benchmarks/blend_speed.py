@@ -39,6 +39,7 @@ SPECS = (
     "blend(ratio=0.15)",
     "blend(ratio=0.15, check=(1, 3, 6))",
     "blend(ratio=0.15, select=query_aware)",
+    "blend(ratio=0.15, select=query_aware, check=(2, 8))",
     "blend(ratio=0.15, select=first_k_per_chunk)",
     "blend(ratio=0.3)",
     "blend(ratio=1.0)",

@@ -104,8 +104,8 @@ def write_table(told: dict[str, Any]) -> None:
         away = "" if redis is None else f"{redis['put_ms']:.0f} / {redis['get_ms']:.0f}"
         lines.append(
             f"| `{row['method']}` | {row['tokens']} | {row['megabytes']:.1f} | {host['put_ms']:.1f} / "
-            f"{host['get_ms']:.2f} | {disk['put_ms']:.0f} / {disk['get_ms']:.0f} | {disk['get_cold_ms']:.0f} | {away} | "
-            f"{row['recompute_ms']:.0f} | {row['recompute_over_disk_get']:.0f} x |"
+            f"{host['get_ms']:.2f} | {disk['put_ms']:.0f} / {disk['get_ms']:.0f} | {disk['get_cold_ms']:.0f} | {away} "
+            f"| {row['recompute_ms']:.0f} | {row['recompute_over_disk_get']:.0f} x |"
         )
     pattern = r"(<!-- speed:begin.*?-->\n).*?(<!-- speed:end -->)"
     text = re.sub(pattern, lambda m: m[1] + "\n".join(lines) + "\n" + m[2], PAGE.read_text(), flags=re.DOTALL)

@@ -87,8 +87,8 @@ def test_with_a_check_layer_attention_is_weighed_by_what_is_wrong(tiny_model: Mo
         reference(torch.cat(parts)[None], use_cache=True, **{compat.CACHE_ARGUMENT: fresh})
         away = (fresh.layers[1].values - reused.layers[1].values).square().sum(dim=(1, 3)).sqrt()[0]
         how = {"output_attentions": True, "use_cache": True, compat.CACHE_ARGUMENT: reused}
-        weights = torch.stack(reference(question[None], **how).attentions)
-    attended = weights[:, 0, :, :, :tokens].sum(dim=(0, 1, 2))
+        weights = reference(question[None], **how).attentions[1]
+    attended = weights[0, :, :, :tokens].sum(dim=(0, 1))
     wanted = (attended * away)[LENGTHS[0] :].topk(6).indices.sort().values + LENGTHS[0]
     assert chosen(tiny_model("llama"), "blend(ratio=0.2, select=query_aware, check=1)") == wanted.tolist()
     assert wanted.tolist() != chosen(tiny_model("llama"), "blend(ratio=0.2, select=query_aware)")
@@ -99,6 +99,7 @@ def test_with_a_check_layer_attention_is_weighed_by_what_is_wrong(tiny_model: Mo
     [
         "blend(ratio=0.15, select='deviation')",
         "blend(ratio=0.15, select='query_aware', check=4)",
+        "blend(ratio=0.15, select='query_aware', check=(2, 8), widen=3.0)",
         "blend(ratio=0.3, select='random', seed=4)",
         "blend(ratio=0.2, select='deviation', check=(1, 3), by='keys', update='all', widen=2.0, mask='corner')",
         "blend(ratio=1.0, select='none')",
@@ -124,7 +125,7 @@ def test_a_spec_reads_back(spec: str) -> None:
         ("blend(check=(2, 1))", "in rising order"),
         ("blend(by=both_of_them)", "by must be one of values, keys, both"),
         ("blend(update=some)", "update must be one of"),
-        ("blend(select=query_aware, check=0)", "check must be a whole number of at least 1"),
+        ("blend(select=query_aware, check=0)", "check must be a layer from 1 on"),
         ("blend(widen=0.5)", "widen must be at least 1"),
         ("blend(mask=none)", "mask must be one of causal, corner"),
         ("blend(select=random, seed=-1)", "seed must be a whole number"),

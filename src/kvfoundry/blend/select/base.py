@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from kvfoundry.errors import SpecError
+
 if TYPE_CHECKING:
     from kvfoundry.blend.blending import Blending
 
@@ -31,6 +33,22 @@ class Selector(ABC):
     @abstractmethod
     def choose(self, blending: Blending, ratio: float) -> list[Tensor]:
         """Token indices of every batch row, ascending, on the CPU: int(ratio x tokens) of them each."""
+
+
+def check_layers(name: str, layers: tuple[object, ...]) -> None:
+    """SpecError unless these are check layers: from 1 on, in rising order."""
+    numbers = [layer for layer in layers if isinstance(layer, int) and not isinstance(layer, bool) and layer >= 1]
+    if not layers or len(numbers) != len(layers) or numbers != sorted(set(numbers)):
+        raise SpecError(
+            f"{name}: check must be a layer from 1 on, or several in rising order, got {layers!r} "
+            "(in layer 0 a row depends on nothing but its token)."
+        )
+
+
+def widened(ratio: float, widen: float, stage: int, stages: int) -> float:
+    """The share of tokens that a check keeps: of several, the first `widen` times the ratio, the last the ratio."""
+    last = stages - 1
+    return ratio if last == 0 else min(1.0, ratio * (widen + (1.0 - widen) * stage / last))
 
 
 def sizes(blending: Blending, ratio: float) -> list[int]:

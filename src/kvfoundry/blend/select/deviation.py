@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from kvfoundry.blend.select.base import Selector, best
+from kvfoundry.blend.select.base import Selector, best, check_layers, widened
 from kvfoundry.blend.select.register import register
 from kvfoundry.checks import choice, number
-from kvfoundry.errors import SpecError
 
 if TYPE_CHECKING:
     from kvfoundry.blend.blending import Blending
@@ -41,13 +40,7 @@ class Deviation(Selector):
     source = "CacheBlend, arXiv 2405.16444"
 
     def __post_init__(self) -> None:
-        layers = self.checks
-        whole = all(isinstance(layer, int) and not isinstance(layer, bool) and layer >= 1 for layer in layers)
-        if not layers or not whole or list(layers) != sorted(set(layers)):
-            raise SpecError(
-                f"deviation: check must be a layer from 1 on, or several in rising order, got {self.check!r} "
-                "(in layer 0 a row depends on nothing but its token)."
-            )
+        check_layers(self.name, self.checks)
         choice("by", self.by, ("values", "keys", "both"))
         choice("update", self.update, ("chosen", "all"))
         number("widen", self.widen, least=1.0)
@@ -69,12 +62,8 @@ class Deviation(Selector):
             scores = self.differences(blending, layer, chosen, keys, values)
             if self.update == "all":
                 blending.write(layer, chosen, keys, values)
-            chosen = best(scores, min(1.0, ratio * self._width(stage)), blending, chosen)
+            chosen = best(scores, widened(ratio, self.widen, stage, len(self.checks)), blending, chosen)
         return chosen
-
-    def _width(self, stage: int) -> float:
-        last = len(self.checks) - 1
-        return 1.0 if last == 0 else self.widen + (1.0 - self.widen) * stage / last
 
     def differences(self, blending: Blending, layer: int, tokens: list[Tensor], keys: Tensor, values: Tensor) -> Tensor:
         """Squared difference of fresh and reused rows, summed over heads and channels: [batch, tokens] in float32.
