@@ -18,6 +18,7 @@ import torch
 from kvfoundry.chunks import ChunkKV, ChunkStore
 from kvfoundry.chunks.chunk import ChunkLayer
 from kvfoundry.chunks.packing import Damaged, Entry, Note, pack, unpack
+from kvfoundry.chunks.pieces import checksum
 from kvfoundry.chunks.tiers.base import Tier
 from kvfoundry.chunks.tiers.disk import DiskTier
 from kvfoundry.chunks.tiers.files import FilesTier
@@ -307,6 +308,6 @@ def test_a_right_checksum_over_odd_contents_is_refused(part: str) -> None:
         data = save({"token_ids": torch.arange(3)}, metadata={"a": "b"})
     else:
         data = pickle.dumps({"a": 1})
-    note = Note(len(data), zlib.crc32(data), 8, "", "fullkv", 1.0)
+    note = Note(len(data), checksum(bytes(data)), 8, "", "fullkv", 1.0)
     with pytest.raises(Damaged, match="no chunk"):
         unpack(entry.id, note, bytes(data))

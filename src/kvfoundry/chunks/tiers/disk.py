@@ -102,7 +102,8 @@ class DiskTier(Tier):
             with opened(self.root, *entry_folder(checked_id(name))) as folder:
                 try:
                     note = Note.loads(folder.read(NOTE, min(folder.size(NOTE), NOTE_LIMIT)))
-                    entry = unpack(name, note, folder.read(CHUNK, note.size))
+                    with folder.source(CHUNK, note.size) as source:
+                        entry = unpack(name, note, source)
                 except Damaged:
                     if not folder.is_in_place():
                         return None  # dropped or replaced while it was read
