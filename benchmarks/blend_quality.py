@@ -1,13 +1,14 @@
 """What blending costs in answers: F1 and divergence from full prefill, for every selector and several ratios.
 
-    python benchmarks/blend_quality.py [--model smollm2] [--also FILE ...] [--also-samples 12] [--threads 1] [--tables]
+    python benchmarks/blend_quality.py [--model smollm2] [--also FILE ...] [--also-samples 12] [--resume] [--tables]
 
 Questions over passages: the project's own set, whole, and the first samples of other files in the forms that
 `kvfoundry eval ragqa` reads (HotpotQA and MuSiQue, say). Every passage is read once behind the worked example that
 opens the prompt, and blended in the order of the sample. Full prefill and all arms read the same token ids. The
 divergence is KL(full || arm) over the tokens of the answer that full prefill gives, forced on every arm; F1 is that of
 the arm's own greedy answer. Intervals are percentiles of a paired bootstrap over samples. Writes
-benchmarks/results/blend_quality.json as it goes, and the table of docs/blend.md; --tables only renews the table.
+benchmarks/results/blend_quality.json after every sample, and the table of docs/blend.md at the end; --resume goes on
+with a run that was cut short, --tables only renews the table.
 """
 
 from __future__ import annotations
@@ -205,25 +206,26 @@ def main() -> None:
     parser.add_argument("--also", type=Path, nargs="*", default=[], help="further files of questions over passages")
     parser.add_argument("--also-samples", type=int, default=12, help="how many samples of each of them")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--resume", action="store_true", help="go on with the results that are there")
     parser.add_argument("--tables", action="store_true", help="renew the table from the results that are there")
     arguments = parser.parse_args()
     if not arguments.tables:
         torch.set_num_threads(arguments.threads)
         model, tokenizer = kvfoundry.load(arguments.model, device="cpu")
-        began, sets = time.perf_counter(), []
-        rows: dict[str, list[dict[str, float]]] = {}
+        began, before = time.perf_counter(), json.loads(RESULTS.read_text()) if arguments.resume else {}
+        rows: dict[str, list[dict[str, float]]] = before.get("by_sample", {})
+        sets = [name for name, count in before.get("sets", {}).items() for _ in range(count)]
         asked = questions(tokenizer, arguments.also, arguments.also_samples)
-        for number, (name, task, sample, item) in enumerate(asked, start=1):
+        for number, (name, task, sample, item) in enumerate(asked[len(sets) :], start=len(sets) + 1):
             reader = Reader(model, tokenizer, task.max_new_tokens)
             for arm, row in read_sample(reader, task, sample, item).items():
                 rows.setdefault(arm, []).append(row)
             sets.append(name)
             print(f"{number} of {len(asked)} samples, {time.perf_counter() - began:.0f} s", flush=True)
-            if number % 10 == 0 or number == len(asked):
-                about = {"model": arguments.model, "dtype": str(model.dtype), "asked": len(asked)}
-                spent = round(time.perf_counter() - began)
-                record = record_of(rows, sets, **about, samples=number, seconds=spent)
-                RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+            about = {"model": arguments.model, "dtype": str(model.dtype), "asked": len(asked)}
+            spent = round(before.get("seconds", 0) + time.perf_counter() - began)
+            record = record_of(rows, sets, **about, samples=number, seconds=spent)
+            RESULTS.write_text(json.dumps(record, indent=1) + "\n")
     record = json.loads(RESULTS.read_text())
     print(table(record))
     write_table(record)
