@@ -64,6 +64,7 @@ class Feed:
         if self._stream is not None:  # chunks may have been computed a moment ago
             self._stream.wait_stream(torch.cuda.current_stream(device))
         self._coming: dict[int, Future[tuple[WorkingRows, torch.cuda.Event | None]]] = {}
+        self._known_places: dict[tuple[int, int, int], tuple[Tensor, Tensor, bool]] = {}
 
     def __enter__(self) -> Feed:
         return self
@@ -135,7 +136,7 @@ class Feed:
         for row, own in enumerate(self.pieces):
             for piece in own:
                 self._copy(piece, layer, keys[row], values[row])
-            self._move(own, layer, keys[row])
+            self._move(row, layer, keys[row])
         return WorkingRows(keys, values, positions, self.lengths, whole=whole)
 
     def _copy(self, piece: Piece, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -156,16 +157,25 @@ class Feed:
             head, slot = (local >= 0).nonzero(as_tuple=True)
             target[head, local[head, slot] + piece.at] = source[head, slot]
 
-    def _move(self, pieces: Sequence[Piece], layer: int, keys: Tensor) -> None:
+    def _move(self, row: int, layer: int, keys: Tensor) -> None:
         """Turn the keys [heads, tokens, head_dim] of a prompt to the positions of their slots, in place."""
-        rope = self.ropes[layer]
+        rope, pieces = self.ropes[layer], self.pieces[row]
         spans = [(piece.at, piece.stop, piece.chunk.start + piece.tokens) for piece in pieces]
         if not rope.depends_on_length:  # then all chunks turn by the same tables
             spans = [(0, spans[-1][1], 0)]
-        before = sources(pieces)
         for start, stop, length in spans:
-            here, there = torch.arange(start, stop), before[start:stop]
-            if rope.depends_on_length or not torch.equal(here, there):
-                places = (positions.to(self.device)[None, None] for positions in (there, here))
-                moved = rope.move(keys[None, :, start:stop], *places, length=length, to_length=self.to_length)
+            there, here, stays = self._places(row, start, stop)
+            if rope.depends_on_length or not stays:
+                moved = rope.move(keys[None, :, start:stop], there, here, length=length, to_length=self.to_length)
                 keys[:, start:stop] = moved[0]
+
+    def _places(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor, bool]:
+        """Where the tokens of a span were and where they are, [1, 1, tokens] on the device, and whether that is alike.
+
+        The same for all layers: copying them for each would wait for the rows that are on their way.
+        """
+        if (row, start, stop) not in self._known_places:
+            here, there = torch.arange(start, stop), sources(self.pieces[row])[start:stop]
+            before, now = (positions.to(self.device)[None, None] for positions in (there, here))
+            self._known_places[row, start, stop] = before, now, torch.equal(here, there)
+        return self._known_places[row, start, stop]
