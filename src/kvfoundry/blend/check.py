@@ -61,6 +61,11 @@ def require_exact(model: PreTrainedModel) -> RowShape:
 
     Raises UnsupportedModelError otherwise.
     """
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        raise UnsupportedModelError(
+            f"{family_of(model)}: the model is split over devices, and passages are blended on one; load it on one "
+            "device, or read the prompt whole."
+        )
     attach(model)
     state = f"{backend_of(model)} {rotary_state(model)}"
     if _verdicts.get(model, ("", ""))[0] != state:
