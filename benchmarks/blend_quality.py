@@ -149,7 +149,10 @@ def summary(rows: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
 
 def table(record: dict[str, Any]) -> str:
     """The table of docs/blend.md."""
+    sets = ", ".join(f"{count} of {name}" for name, count in record["sets"].items())
     lines = [
+        f"{record['samples']} of {record['asked']} questions so far ({sets}).",
+        "",
         "| behind | blend | computed again | F1 | F1 lost (95 %) | KL to full prefill (95 %) | same answer |",
         "|---|---|---|---|---|---|---|",
     ]
