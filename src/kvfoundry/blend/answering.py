@@ -62,7 +62,7 @@ def answers_over(
             answers.append(
                 replace(
                     answer,
-                    ttft_seconds=answer.ttft_seconds + spent,
+                    ttft_seconds=None if answer.ttft_seconds is None else answer.ttft_seconds + spent,
                     seconds=answer.seconds + spent,
                     notes=[*answer.notes, *prompts.notes[row]],
                     reused_tokens=prompts.reused_tokens[row],
