@@ -1,0 +1,65 @@
+"""Kernels run on the GPU where there is one, else in Triton's interpreter on CPU tensors (a tiny problem each)."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+_ON_GPU = torch.cuda.is_available()
+_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def _why_not() -> str | None:
+    if not _INSTALLED:
+        return "Triton is not installed (extra `kernels`)"
+    if _ON_GPU:
+        return None
+    import triton
+
+    if not triton.knobs.runtime.interpret:
+        return "no GPU, and Triton was imported before it could be told to interpret: set TRITON_INTERPRET=1"
+    return None
+
+
+@pytest.fixture(autouse=True)
+def _whole_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two gaps of Triton 3.6's interpreter, filled for the tests.
+
+    It makes numbers of arrays of one element by int(), which numpy 2.4 no longer does, and its dot multiplies the bit
+    patterns of bfloat16.
+    """
+    if _why_not() is not None or _ON_GPU:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def exact_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        return dot(self, widened(a), widened(b), *others)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", exact_dot)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where kernels can run; skips the test, saying why, where they cannot."""
+    reason = _why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    return torch.device("cuda" if _ON_GPU else "cpu")
