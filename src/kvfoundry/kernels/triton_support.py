@@ -73,4 +73,3 @@ class Tuning:
     warps: int
     stages: int
     programs: int = 1
-

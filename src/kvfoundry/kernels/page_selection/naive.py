@@ -1,0 +1,53 @@
+"""Reference page selection: bound every page, always the one being filled, then the best of the others."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Group = Literal["max", "mean", "sum"]
+
+
+def page_scores(query: Tensor, low: Tensor, high: Tensor, lengths: Tensor, *, page: int, group: Group) -> Tensor:
+    """What every page promises: [batch, heads, room] float32; inf for the last page, -inf where there is none.
+
+    A page promises sum over channels of max(q low, q high); the query heads of a stored head agree by `group`.
+    query: [batch, query_heads, head_dim]; low, high: [batch, heads, room, head_dim], bounds of the keys of every page
+    that is whole (the last one may hold anything). lengths: [batch, heads] rows; page: rows of a page.
+    """
+    grouped = query.float().unflatten(1, (low.shape[1], -1))
+    scores = grouped.clamp(min=0) @ high.float().transpose(-1, -2) + grouped.clamp(max=0) @ low.float().transpose(
+        -1, -2
+    )
+    if group == "max":
+        scores = scores.amax(dim=2)
+    else:
+        scores = scores.mean(dim=2) if group == "mean" else scores.sum(dim=2)
+    number = torch.arange(low.shape[2], device=query.device)
+    counts = -(-lengths // page)[..., None]
+    return scores.masked_fill(number == counts - 1, torch.inf).masked_fill(number >= counts, -torch.inf)
+
+
+def best_pages(scores: Tensor, lengths: Tensor, *, page: int, budget: int) -> tuple[Tensor, Tensor]:
+    """The `budget` pages with the highest scores, ties to the earlier page.
+
+    Returns a table [batch, heads, budget] int32, ascending with -1 behind, and how many entries each head has, int32.
+    """
+    counts = (-(-lengths // page)).clamp(max=budget)
+    order = scores.argsort(dim=-1, descending=True, stable=True)[..., :budget]
+    if order.shape[2] < budget:
+        order = torch.nn.functional.pad(order, (0, budget - order.shape[2]))
+    number = torch.arange(budget, device=scores.device)
+    beyond = scores.shape[2]
+    table = order.masked_fill(number >= counts[..., None], beyond).sort(dim=-1).values
+    return table.masked_fill(table == beyond, -1).int(), counts.int()
+
+
+def select(
+    query: Tensor, low: Tensor, high: Tensor, lengths: Tensor, *, page: int, budget: int, group: Group = "max"
+) -> tuple[Tensor, Tensor]:
+    """Table and counts of `best_pages` by `page_scores`; budget in pages, the last page of a head is always among them."""
+    scores = page_scores(query, low, high, lengths, page=page, group=group)
+    return best_pages(scores, lengths, page=page, budget=budget)
