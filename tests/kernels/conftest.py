@@ -29,15 +29,16 @@ def _why_not() -> str | None:
 def _whole_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two gaps of Triton 3.6's interpreter, filled for the tests.
 
-    It makes numbers of arrays of one element by int(), which numpy 2.4 no longer does, and its dot multiplies the bit
-    patterns of bfloat16.
+    It makes numbers of arrays of one element by int(), which numpy 2.4 no longer does, and it calculates with the bit
+    patterns of bfloat16 instead of the numbers.
     """
     if _why_not() is not None or _ON_GPU:
         return
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    patch, dot, binary = interpreter._patch_lang_tensor, builder.create_dot, builder.binary_op
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -47,13 +48,23 @@ def _whole_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         if handle.dtype.scalar != tl.bfloat16:
             return handle
         bits = handle.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+        return handle_of(bits.view(np.float32), tl.float32)
 
     def exact_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
         return dot(self, widened(a), widened(b), *others)
 
+    def exact_binary(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        if lhs.dtype.scalar != tl.bfloat16:
+            return binary(self, lhs, rhs, op)
+        result = op(widened(lhs).data, widened(rhs).data)
+        if result.dtype == bool:
+            return handle_of(result, tl.int1)
+        rounded = torch.from_numpy(np.atleast_1d(result)).bfloat16().view(torch.uint16).numpy()
+        return handle_of(rounded.reshape(result.shape), tl.bfloat16)
+
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", exact_dot)
+    monkeypatch.setattr(builder, "create_dot", exact_dot)
+    monkeypatch.setattr(builder, "binary_op", exact_binary)
 
 
 @pytest.fixture

@@ -103,6 +103,7 @@ def _join(
     QUERIES: tl.constexpr,
     DIM: tl.constexpr,
     D: tl.constexpr,
+    KINDS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
@@ -113,12 +114,12 @@ def _join(
     owner = tl.program_id(0)
     row = tl.program_id(1)
     index = tl.arange(0, HEADS)
-    counts = tl.load(rows + index, mask=index < heads_total, other=0) * SCALE
+    counts = tl.load(rows + index, mask=index < heads_total * KINDS, other=0) * SCALE
     if MOST > 0:
         counts = tl.minimum(counts, MOST)
     splits = share_out(counts, wanted, BLOCK)
-    first = tl.sum(tl.where(index < owner, splits, 0), axis=0)
-    number = tl.sum(tl.where(index == owner, splits, 0), axis=0)
+    first = tl.sum(tl.where(index < owner * KINDS, splits, 0), axis=0)
+    number = tl.sum(tl.where(index // KINDS == owner, splits, 0), axis=0)
     d = tl.arange(0, D)
     acc = tl.zeros([D], tl.float32)
     peak = float("-inf")
@@ -170,11 +171,12 @@ def join(
     """Fill `output` [batch, query_heads, queries, dim] and `lse` [batch, query_heads, queries] from the parts.
 
     parts: [programs, group * queries, dim] float32 and part_lse [programs, group * queries], as `store_part` leaves
-    them. rows: [batch, heads] int32 on the device, each times `scale` and at most `most` (0: no bound) to be read;
-    wanted, block: what the parts were cut with.
+    them. rows: [batch, heads] int32 on the device, each times `scale` and at most `most` (0: no bound) to be read, or
+    [batch, heads, kinds] where a head has rows of several kinds, each cut into parts of its own; wanted, block: what
+    the parts were cut with.
     """
     batch, query_heads, queries, dim = output.shape
-    heads = rows.shape[1]
+    heads, kinds = rows.shape[1], rows[0, 0].numel()
     _join[(batch * heads, parts.shape[1])](
         parts,
         part_lse,
@@ -194,7 +196,8 @@ def join(
         QUERIES=queries,
         DIM=dim,
         D=next_power(dim, 16),
-        HEADS=next_power(batch * heads),
+        KINDS=kinds,
+        HEADS=next_power(batch * heads * kinds),
         BLOCK=block,
         STEP=32,
         HAS_SINKS=sinks is not None,

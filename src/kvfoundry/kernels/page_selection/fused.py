@@ -1,7 +1,7 @@
 """Page selection in Triton: scores by two small matrix products, then a radix select in one program per head.
 
-The select needs no sort: four histograms of eight bits each find the score of the last page that is taken, and a running
-sum of the pages above it (and of the first ones equal to it) gives every page its place in the ascending table.
+The select needs no sort: four histograms of eight bits each find the score of the last page that is taken, and a
+running sum of the pages above it (and of the first ones equal to it) gives every page its place in the ascending table.
 """
 
 from __future__ import annotations

@@ -21,10 +21,7 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor, lengths: Tensor, *, pa
     scores = grouped.clamp(min=0) @ high.float().transpose(-1, -2) + grouped.clamp(max=0) @ low.float().transpose(
         -1, -2
     )
-    if group == "max":
-        scores = scores.amax(dim=2)
-    else:
-        scores = scores.mean(dim=2) if group == "mean" else scores.sum(dim=2)
+    scores = {"max": scores.amax, "mean": scores.mean, "sum": scores.sum}[group](dim=2)
     number = torch.arange(low.shape[2], device=query.device)
     counts = -(-lengths // page)[..., None]
     return scores.masked_fill(number == counts - 1, torch.inf).masked_fill(number >= counts, -torch.inf)
@@ -48,6 +45,6 @@ def best_pages(scores: Tensor, lengths: Tensor, *, page: int, budget: int) -> tu
 def select(
     query: Tensor, low: Tensor, high: Tensor, lengths: Tensor, *, page: int, budget: int, group: Group = "max"
 ) -> tuple[Tensor, Tensor]:
-    """Table and counts of `best_pages` by `page_scores`; budget in pages, the last page of a head is always among them."""
+    """Table and counts of `best_pages` by `page_scores`: `budget` pages, the last one of a head always among them."""
     scores = page_scores(query, low, high, lengths, page=page, group=group)
     return best_pages(scores, lengths, page=page, budget=budget)
