@@ -3,7 +3,11 @@
 A row is read in words of 8 or 16 bits. The codes at one place of all words are the channels place, place + n, ...: a
 matrix product over channels may take them in any order, so each place is one product of its own, with the matching
 channels of the query, and no code ever changes its lane. Codes below 128 become bfloat16 by one bit operation: the low
-bits of the pattern of 128.0 count in whole numbers.
+bits of the pattern of 128.0 count in whole numbers (of 1024.0 in float16); the base is taken off sums, not codes.
+
+Scales of values per token go onto the softmax weights. Groups of channels differ in them, and a tile of the tensor
+cores has 16 rows of which a group of query heads fills few: so every query head has one row for each group of channels,
+with the weights of that group, and of each row only the channels of its group are written.
 """
 
 from __future__ import annotations
@@ -35,32 +39,42 @@ _MINIMUM, _ZERO, _FLOAT8 = 0, 1, 2
 
 
 @triton.jit
-def _numbers(
-    words, place: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, SHIFT: tl.constexpr, dtype: tl.constexpr
-):
-    """The codes at one place of the words, as numbers of the dtype, less SHIFT."""
+def _raw(words, place: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """The codes at one place of the words, as numbers of the dtype, each too large by `_base`."""
     if KIND == 2:
         return words.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(dtype)
     if BITS == 8:
-        return (words.to(tl.float32) - SHIFT).to(dtype)
+        return words.to(tl.float32).to(dtype)
+    code = (words.to(tl.int16) >> (place * BITS)) & (2**BITS - 1)
     if dtype == tl.bfloat16:
-        # 0x4300 is 128.0: its last seven bits are whole numbers
-        bits = ((words.to(tl.int16) >> (place * BITS)) & (2**BITS - 1)) | 0x4300
-        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True) - tl.full([], 128.0 + SHIFT, tl.float32).to(tl.bfloat16)
+        return (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
     if dtype == tl.float16:
-        # 0x6400 is 1024.0
-        bits = ((words.to(tl.int16) >> (place * BITS)) & (2**BITS - 1)) | 0x6400
-        return bits.to(tl.int16).to(tl.float16, bitcast=True) - (1024.0 + SHIFT)
-    return (((words.to(tl.int32) >> (place * BITS)) & (2**BITS - 1)) - SHIFT).to(dtype)
+        return (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+    return code.to(dtype)
 
 
 @triton.jit
-def _scaled(numbers, scale, minimum, KIND: tl.constexpr, HAS_MINIMUM: tl.constexpr, dtype: tl.constexpr):
+def _scaled(
+    raw, scale, minimum, BASE: tl.constexpr, KIND: tl.constexpr, HAS_MINIMUM: tl.constexpr, dtype: tl.constexpr
+):
+    """Decoded numbers of the dtype, element by element."""
+    number = raw - tl.full([], BASE, tl.float32).to(dtype)
     if HAS_MINIMUM:
         if KIND == 1:
-            return ((numbers - minimum.to(dtype)) * scale.to(dtype)).to(dtype)
-        return (numbers * scale.to(dtype) + minimum.to(dtype)).to(dtype)
-    return (numbers * scale.to(dtype)).to(dtype)
+            return ((number - minimum.to(dtype)) * scale.to(dtype)).to(dtype)
+        return (number * scale.to(dtype) + minimum.to(dtype)).to(dtype)
+    return (number * scale.to(dtype)).to(dtype)
+
+
+@triton.jit
+def _common(raw, weight, scale, minimum, BASE: tl.constexpr, KIND: tl.constexpr, HAS_MINIMUM: tl.constexpr):
+    """scale * (sum of weighted numbers) + minimum * (sum of weights), from the weighted sum of raw codes; float32."""
+    scale = scale.to(tl.float32)
+    if HAS_MINIMUM:
+        if KIND == 1:
+            return (raw - (BASE + minimum.to(tl.float32)) * weight) * scale
+        return (raw - BASE * weight) * scale + minimum.to(tl.float32) * weight
+    return (raw - BASE * weight) * scale
 
 
 @triton.jit
@@ -123,18 +137,20 @@ def _parts(
     KEY_WORDS: tl.constexpr,
     KW: tl.constexpr,
     KEY_GROUP: tl.constexpr,
+    KEY_SLICES: tl.constexpr,
     KEY_TOKENS: tl.constexpr,
     KEY_KIND: tl.constexpr,
-    KEY_SHIFT: tl.constexpr,
+    KEY_BASE: tl.constexpr,
     KEY_HAS_MINIMUM: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_PLACES: tl.constexpr,
     VALUE_WORDS: tl.constexpr,
     VW: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
+    VALUE_SLICES: tl.constexpr,
     VALUE_TOKENS: tl.constexpr,
     VALUE_KIND: tl.constexpr,
-    VALUE_SHIFT: tl.constexpr,
+    VALUE_BASE: tl.constexpr,
     VALUE_HAS_MINIMUM: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -154,9 +170,12 @@ def _parts(
     head = (owner % stored_heads).to(tl.int64)
     dtype: tl.constexpr = query.dtype.element_ty
 
+    # every row once for each group of channels of the values: see the head of this file
     m = tl.arange(0, M)
-    real = m < GROUP * QUERIES
-    own = count + tail - QUERIES + m // GROUP
+    real = m < GROUP * QUERIES * VALUE_SLICES
+    part_of = m // (GROUP * QUERIES)
+    number_of = m % (GROUP * QUERIES) // GROUP
+    own = count + tail - QUERIES + number_of
     query_head = head * GROUP + m % GROUP
     dk = tl.arange(0, DK)
     dv = tl.arange(0, DV)
@@ -164,12 +183,13 @@ def _parts(
     total = tl.zeros([M], tl.float32)
 
     if found % 2 == 1:
-        tail_at = tail_query + batch * tq_batch + query_head * tq_head + (m // GROUP) * tq_query
+        tail_at = tail_query + batch * tq_batch + query_head * tq_head + number_of * tq_query
         whole = tl.load(tail_at[:, None] + dk[None, :], mask=real[:, None] & (dk < KEY_DIM)[None, :], other=0.0)
         tk_at = tail_keys + batch * tk_batch + head * tk_head
         tv_at = tail_values + batch * tv_batch + head * tv_head
         tail_acc = tl.zeros([M, DV], tl.float32)
-        for begin in range(start, stop, BLOCK):
+        # few rows: no tiles in flight, which would take the shared memory of other programs
+        for begin in tl.range(start, stop, BLOCK, num_stages=1):
             n = begin + tl.arange(0, BLOCK)
             there = n < stop
             inside = there[None, :] & (dk < KEY_DIM)[:, None]
@@ -183,16 +203,20 @@ def _parts(
         store_part(parts, part_lse, program, tail_acc, peak, total, GROUP * QUERIES, M, VALUE_DIM, DV)
         return
 
-    q_at = query + batch * q_batch + query_head * q_head + (m // GROUP) * q_query
+    q_at = query + batch * q_batch + query_head * q_head + number_of * q_query
     kw = tl.arange(0, KW)
     vw = tl.arange(0, VW)
     q = ()
+    asked_for = tl.zeros([M], tl.float32)
     for place in tl.static_range(KEY_PLACES):
         asked = kw * KEY_PLACES + place
-        q += (tl.load(q_at[:, None] + asked[None, :], mask=real[:, None] & (asked < KEY_DIM)[None, :], other=0.0),)
+        found_q = tl.load(q_at[:, None] + asked[None, :], mask=real[:, None] & (asked < KEY_DIM)[None, :], other=0.0)
+        q += (found_q,)
+        asked_for += tl.sum(found_q.to(tl.float32), axis=1)
     acc = ()
     for _ in tl.static_range(VALUE_PLACES):
         acc += (tl.zeros([M, VW], tl.float32),)
+    common = tl.zeros([M], tl.float32)
     kc_at = key_codes + batch * k_batch + head * k_head
     ks_at = key_scale + batch * ks_batch + head * ks_head
     km_at = key_minimum + batch * ks_batch + head * ks_head
@@ -206,7 +230,7 @@ def _parts(
             kc_at + n[None, :] * k_row + kw[:, None], mask=there[None, :] & (kw < KEY_WORDS)[:, None], other=0
         )
         logits = tl.zeros([M, BLOCK], tl.float32)
-        if not KEY_TOKENS:
+        if not KEY_TOKENS and KEY_SLICES > 1:
             group = (kw * KEY_PLACES) // KEY_GROUP
             at = n[None, :] * ks_row + group[:, None]
             inside = there[None, :] & (kw < KEY_WORDS)[:, None]
@@ -222,26 +246,42 @@ def _parts(
                 minimum = scale
                 if KEY_HAS_MINIMUM:
                     minimum = tl.load(km_at + at, mask=channel < KEY_DIM, other=0)[:, None]
-            k = _numbers(words, place, KEY_BITS, KEY_KIND, KEY_SHIFT, dtype)
-            k = _scaled(k, scale, minimum, KEY_KIND, KEY_HAS_MINIMUM, dtype)
+            k = _raw(words, place, KEY_BITS, KEY_KIND, dtype)
+            if KEY_TOKENS or KEY_SLICES > 1:
+                k = _scaled(k, scale, minimum, KEY_BASE, KEY_KIND, KEY_HAS_MINIMUM, dtype)
             logits = tl.dot(q[place], k, logits, input_precision=PRECISION)
+        if not KEY_TOKENS and KEY_SLICES == 1:
+            scale = tl.load(ks_at + n * ks_row, mask=there, other=0.0)[None, :]
+            minimum = scale
+            if KEY_HAS_MINIMUM:
+                minimum = tl.load(km_at + n * ks_row, mask=there, other=0)[None, :]
+            logits = _common(logits, asked_for[:, None], scale, minimum, KEY_BASE, KEY_KIND, KEY_HAS_MINIMUM)
         logits = soften(logits, scaling, softcap, SOFTCAP)
         logits = tl.where(there[None, :] & (n[None, :] <= own[:, None]), logits, float("-inf"))
         weights, peak, total, fade = online(logits, peak, total)
-        weights = weights.to(dtype)
         words = tl.load(
             vc_at + n[:, None] * v_row + vw[None, :], mask=there[:, None] & (vw < VALUE_WORDS)[None, :], other=0
         )
         if not VALUE_TOKENS:
-            group = (vw * VALUE_PLACES) // VALUE_GROUP
-            at = n[:, None] * vs_row + group[None, :]
-            inside = there[:, None] & (vw < VALUE_WORDS)[None, :]
-            scale = tl.load(vs_at + at, mask=inside, other=0.0)
-            minimum = scale
+            at = n[None, :] * vs_row + part_of[:, None]
+            inside = there[None, :] & real[:, None]
+            scale = tl.load(vs_at + at, mask=inside, other=0.0).to(tl.float32)
+            scaled = (weights * scale).to(dtype)
+            # what all channels of a group have in common; the raw codes are too large by the base
             if VALUE_HAS_MINIMUM:
-                minimum = tl.load(vm_at + at, mask=inside, other=0)
+                minimum = tl.load(vm_at + at, mask=inside, other=0).to(tl.float32)
+                if VALUE_KIND == 1:
+                    shared = -scaled.to(tl.float32) * (minimum + VALUE_BASE)
+                else:
+                    shared = weights * minimum - scaled.to(tl.float32) * VALUE_BASE
+            else:
+                shared = -scaled.to(tl.float32) * VALUE_BASE
+            common = common * fade + tl.sum(shared, axis=1)
+        else:
+            scaled = weights.to(dtype)
         further = ()
         for place in tl.static_range(VALUE_PLACES):
+            v = _raw(words, place, VALUE_BITS, VALUE_KIND, dtype)
             if VALUE_TOKENS:
                 channel = vw * VALUE_PLACES + place
                 at = (begin // VALUE_GROUP) * vs_row + channel
@@ -249,19 +289,21 @@ def _parts(
                 minimum = scale
                 if VALUE_HAS_MINIMUM:
                     minimum = tl.load(vm_at + at, mask=channel < VALUE_DIM, other=0)[None, :]
-            v = _numbers(words, place, VALUE_BITS, VALUE_KIND, VALUE_SHIFT, dtype)
-            v = _scaled(v, scale, minimum, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
-            further += (tl.dot(weights, v, acc[place] * fade[:, None], input_precision=PRECISION),)
+                v = _scaled(v, scale, minimum, VALUE_BASE, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
+            further += (tl.dot(scaled, v, acc[place] * fade[:, None], input_precision=PRECISION),)
         acc = further
 
     some = total > 0.0
     divisor = tl.where(some, total, 1.0)
-    at = program.to(tl.int64) * (GROUP * QUERIES) + m
-    tl.store(part_lse + at, tl.where(some, peak + tl.log2(divisor), float("-inf")), mask=real)
+    at = program.to(tl.int64) * (GROUP * QUERIES) + m % (GROUP * QUERIES)
+    tl.store(part_lse + at, tl.where(some, peak + tl.log2(divisor), float("-inf")), mask=m < GROUP * QUERIES)
     for place in tl.static_range(VALUE_PLACES):
         channel = vw * VALUE_PLACES + place
         inside = real[:, None] & (channel < VALUE_DIM)[None, :]
-        tl.store(parts + at[:, None] * VALUE_DIM + channel[None, :], acc[place] / divisor[:, None], mask=inside)
+        if VALUE_SLICES > 1:
+            inside = inside & (part_of[:, None] == (channel // VALUE_GROUP)[None, :])
+        result = (acc[place] + common[:, None]) / divisor[:, None]
+        tl.store(parts + at[:, None] * VALUE_DIM + channel[None, :], result, mask=inside)
 
 
 def attend(
@@ -295,7 +337,7 @@ def attend(
     check_device(*tensors, values.codes, values.scale, values.minimum)
     group = query_heads // heads
     block = min(tuning.block, *(side.group for side in (keys, values) if side.along == "tokens"), tuning.block)
-    side_terms = {**_terms("KEY", keys, block), **_terms("VALUE", values, block)}
+    side_terms = {**_terms("KEY", keys, block, query.dtype), **_terms("VALUE", values, block, query.dtype)}
     words = {"KEY": side_terms.pop("KEY_VIEW"), "VALUE": side_terms.pop("VALUE_VIEW")}
     wanted = multiprocessors(query.device) * tuning.programs
     programs = wanted + 2 * batch * heads
@@ -335,7 +377,7 @@ def attend(
         *tail_values.stride()[:3],
         GROUP=group,
         QUERIES=queries,
-        M=next_power(group * queries, 16),
+        M=next_power(group * queries * side_terms["VALUE_SLICES"], 16),
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         DK=next_power(key_dim, 16),
@@ -352,7 +394,7 @@ def attend(
     return output if lse is None else (output, lse)
 
 
-def _terms(name: str, side: Codes, block: int) -> dict[str, Any]:
+def _terms(name: str, side: Codes, block: int, dtype: torch.dtype) -> dict[str, Any]:
     """How one side is read, as arguments of the kernel, and its codes as words."""
     size = side.codes.shape[3]
     if side.bits not in (1, 2, 4, 8):
@@ -370,6 +412,10 @@ def _terms(name: str, side: Codes, block: int) -> dict[str, Any]:
         raise KVFoundryError(f"groups of {side.group} tokens are no whole number of tiles of {block} rows.")
     if side.along == "channels" and side.group % places and side.group < side.dim:
         raise KVFoundryError(f"groups of {side.group} channels are no whole number of {places} codes.")
+    slices = -(-side.dim // side.group) if side.along == "channels" else 1
+    base = 0
+    if side.bits < 8:
+        base = {torch.bfloat16: 128, torch.float16: 1024}.get(dtype, 0)
     kind = {"zero_point": _ZERO, "float8": _FLOAT8}.get(side.mode, _MINIMUM)
     return {
         f"{name}_VIEW": view,
@@ -380,6 +426,7 @@ def _terms(name: str, side: Codes, block: int) -> dict[str, Any]:
         f"{name}_GROUP": side.group,
         f"{name}_TOKENS": side.along == "tokens",
         f"{name}_KIND": kind,
-        f"{name}_SHIFT": 0 if side.mode == "float8" else offset(side.bits, side.mode),
+        f"{name}_SLICES": slices,
+        f"{name}_BASE": float(base + (0 if side.mode == "float8" else offset(side.bits, side.mode))),
         f"{name}_HAS_MINIMUM": side.minimum is not None,
     }
