@@ -30,7 +30,7 @@ def _whole_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two gaps of Triton 3.6's interpreter, filled for the tests.
 
     It makes numbers of arrays of one element by int(), which numpy 2.4 no longer does, and it calculates with the bit
-    patterns of bfloat16 instead of the numbers.
+    patterns of bfloat16 instead of the numbers and cuts where it should round.
     """
     if _why_not() is not None or _ON_GPU:
         return
@@ -39,6 +39,8 @@ def _whole_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     builder, handle_of = interpreter.InterpreterBuilder, interpreter.TensorHandle
     patch, dot, binary = interpreter._patch_lang_tensor, builder.create_dot, builder.binary_op
+    casts = {name: getattr(builder, name) for name in ("cast_impl", "create_fp_to_fp")}
+    rounding = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -53,18 +55,30 @@ def _whole_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     def exact_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
         return dot(self, widened(a), widened(b), *others)
 
+    def rounded(data: Any, to: Any) -> Any:
+        dtype, bits = rounding[to]
+        found = torch.from_numpy(np.array(data, dtype=np.float32, ndmin=1)).to(dtype).view(bits).numpy()
+        return handle_of(found.reshape(np.shape(data)), to)
+
     def exact_binary(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         if lhs.dtype.scalar != tl.bfloat16:
             return binary(self, lhs, rhs, op)
         result = op(widened(lhs).data, widened(rhs).data)
-        if result.dtype == bool:
-            return handle_of(result, tl.int1)
-        rounded = torch.from_numpy(np.atleast_1d(result)).bfloat16().view(torch.uint16).numpy()
-        return handle_of(rounded.reshape(result.shape), tl.bfloat16)
+        return handle_of(result, tl.int1) if result.dtype == bool else rounded(result, tl.bfloat16)
+
+    def exact_cast(name: str) -> Any:
+        def cast(self: Any, source: Any, to: Any, *others: Any) -> Any:
+            if source.dtype.scalar == tl.float32 and to.scalar in rounding:
+                return rounded(source.data, to.scalar)
+            return casts[name](self, source, to, *others)
+
+        return cast
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
     monkeypatch.setattr(builder, "create_dot", exact_dot)
     monkeypatch.setattr(builder, "binary_op", exact_binary)
+    for name in casts:
+        monkeypatch.setattr(builder, name, exact_cast(name))
 
 
 @pytest.fixture
