@@ -36,6 +36,7 @@ def check(
             "forward_tuning": replace(fused.FORWARD, block=16),
             "columns_tuning": replace(fused.COLUMNS, block=16),
             "query_block": 16,
+            "column_query_block": 16,
         }
     found = fused.attend(query, key, value, scaling=0.2, **terms, **tunings)
     for ours, theirs in zip(found, expected, strict=True):

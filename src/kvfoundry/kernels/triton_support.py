@@ -26,7 +26,7 @@ except ImportError as error:
 __all__ = ["Tuning", "check_device", "dot_precision", "multiprocessors", "next_power", "tl", "triton"]
 
 # Programs of one launch where there is no GPU: few, and more than one per head of a small test.
-_INTERPRETED = 12
+_INTERPRETED = 4
 
 
 def interpreted() -> bool:

@@ -1,8 +1,8 @@
 """Prompt attention with column sums in Triton, in memory linear in the tokens.
 
 Two passes. The first is flash attention that keeps the log of every query's sum; with it the second knows any weight
-without having seen the others, so it takes block after block of rows, walks the queries that see them, and adds up. Each
-sum has one writer: no atomics, the same bits every time.
+without having seen the others, so it takes block after block of rows, walks the queries that see them, and adds up.
+Each sum has one writer: no atomics, the same bits every time.
 """
 
 from __future__ import annotations
@@ -17,30 +17,27 @@ from kvfoundry.kernels.triton_support import Tuning, check_device, dot_precision
 
 # Queries of one tile; the tuning has the rows.
 QUERY_BLOCK = 128
+COLUMN_QUERY_BLOCK = 64
 
 FORWARD = Tuning(block=64, warps=8, stages=3)
 COLUMNS = Tuning(block=128, warps=8, stages=3)
 
 
 @triton.jit
-def _seen(
-    n,
-    own,
-    k_positions,
-    rows,
-    POSITIONS: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Boolean [queries, rows]: who sees whom."""
+def _tokens(n, k_positions, rows, POSITIONS: tl.constexpr):
+    """Token index of rows; beyond every query where there is none."""
     if POSITIONS:
         at = tl.load(k_positions + n, mask=n < rows, other=-1).to(tl.int32)
-        at = tl.where(at < 0, 2147483647, at)
-    else:
-        at = tl.where(n < rows, n, 2147483647)
-    seen = at[None, :] <= own[:, None]
+        return tl.where(at < 0, 2147483647, at)
+    return tl.where(n < rows, n, 2147483647)
+
+
+@triton.jit
+def _seen(at, own, WINDOW: tl.constexpr):
+    """Who sees whom, for token indices of rows and queries that broadcast against each other."""
     if WINDOW > 0:
-        seen = seen & (at[None, :] > own[:, None] - WINDOW)
-    return seen
+        return (at <= own) & (at > own - WINDOW)
+    return at <= own
 
 
 @triton.jit
@@ -81,7 +78,8 @@ def _forward_range(
         k = tl.load(k_base + n[None, :] * k_row + dk[:, None], mask=inside, other=0.0)
         logits = soften(tl.dot(q, k, input_precision=PRECISION), scaling, softcap, SOFTCAP)
         if MASKED:
-            logits = tl.where(_seen(n, own, k_positions, rows, POSITIONS, WINDOW), logits, float("-inf"))
+            seen = _seen(_tokens(n, k_positions, rows, POSITIONS)[None, :], own[:, None], WINDOW)
+            logits = tl.where(seen, logits, float("-inf"))
         weights, peak, total, fade = online(logits, peak, total)
         valued = (dv < VALUE_DIM)[None, :]
         if MASKED:
@@ -269,23 +267,24 @@ def _columns_range(
     PRECISION: tl.constexpr,
 ):
     dk = tl.arange(0, DK)
+    if MASKED:
+        at = _tokens(n, k_positions, rows, POSITIONS)
+    # rows first: sums over the queries stay within a few lanes
     for begin in range(start, stop, QUERY_BLOCK):
         i = begin + tl.arange(0, QUERY_BLOCK)
-        q = tl.load(
-            q_base + i[:, None] * q_row + dk[None, :], mask=(i < queries)[:, None] & (dk < KEY_DIM)[None, :], other=0.0
-        )
+        inside = (i < queries)[None, :] & (dk < KEY_DIM)[:, None]
+        q = tl.load(q_base + i[None, :] * q_row + dk[:, None], mask=inside, other=0.0)
         high = tl.load(lse + i, mask=i < queries, other=float("inf"))
-        logits = soften(tl.dot(q, k, input_precision=PRECISION), scaling, softcap, SOFTCAP)
-        weights = tl.exp2(logits - high[:, None])
+        logits = soften(tl.dot(k, q, input_precision=PRECISION), scaling, softcap, SOFTCAP)
+        weights = tl.exp2(logits - high[None, :])
         if MASKED:
+            own = distance + i
             if POSITIONS:
                 own = tl.load(q_positions + i, mask=i < queries, other=-1).to(tl.int32)
-            else:
-                own = distance + i
-            weights = tl.where(_seen(n, own, k_positions, rows, POSITIONS, WINDOW), weights, 0.0)
-        sums += tl.sum(weights, axis=0)
+            weights = tl.where(_seen(at[:, None], own[None, :], WINDOW), weights, 0.0)
+        sums += tl.sum(weights, axis=1)
         if RECENT:
-            recent += tl.sum(tl.where((i >= queries - last)[:, None], weights, 0.0), axis=0)
+            recent += tl.sum(tl.where((i >= queries - last)[None, :], weights, 0.0), axis=1)
     return sums, recent
 
 
@@ -332,8 +331,8 @@ def _columns(
     n = first + tl.arange(0, BLOCK)
     dk = tl.arange(0, DK)
     k = tl.load(
-        key + batch * k_batch + head * k_head + n[None, :] * k_row + dk[:, None],
-        mask=(n < rows)[None, :] & (dk < KEY_DIM)[:, None],
+        key + batch * k_batch + head * k_head + n[:, None] * k_row + dk[None, :],
+        mask=(n < rows)[:, None] & (dk < KEY_DIM)[None, :],
         other=0.0,
     )
     q_base = query + batch * q_batch + query_head * q_head
@@ -462,6 +461,7 @@ def attend(
     forward_tuning: Tuning = FORWARD,
     columns_tuning: Tuning = COLUMNS,
     query_block: int = QUERY_BLOCK,
+    column_query_block: int = COLUMN_QUERY_BLOCK,
 ) -> Attended:
     """As `naive.attend`. Only without positions are blocks that nobody sees left out."""
     output, lse = forward(
@@ -488,7 +488,7 @@ def attend(
         softcap=softcap,
         window=window,
         tuning=columns_tuning,
-        query_block=query_block,
+        query_block=column_query_block,
     )
     return Attended(output, sums, recent)
 
@@ -564,7 +564,7 @@ def column_sums(
     softcap: float | None = None,
     window: int | None = None,
     tuning: Tuning = COLUMNS,
-    query_block: int = QUERY_BLOCK,
+    query_block: int = COLUMN_QUERY_BLOCK,
 ) -> tuple[Tensor, Tensor]:
     """The second pass alone: sums and recent sums, from the lse of `forward` (contiguous float32, base 2)."""
     _check(query, key, key, query_positions, key_positions)

@@ -38,7 +38,7 @@ def attend(
     and no weight. last: how many of the last queries `recent` sums over. window: only the last `window` tokens, the
     query's own included. softcap, sinks [query_heads]: as in `decode_attention`.
     """
-    batch, query_heads, queries, _ = query.shape
+    batch, queries = query.shape[0], query.shape[2]
     heads, rows = key.shape[1], key.shape[2]
     if query_positions is None or key_positions is None:
         own = torch.arange(rows - queries, rows, device=query.device).expand(batch, -1)
