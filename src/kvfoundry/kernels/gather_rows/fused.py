@@ -82,7 +82,7 @@ def gather(
     if not all(tensor.is_contiguous() for tensor in tables):
         raise KVFoundryError("slots and starts must be contiguous.")
     batch, heads, width = slots.shape
-    strides = []
+    strides: list[int] = []
     for tensor, first in ((keys, starts), (values, starts), (keys_out, starts_out), (values_out, starts_out)):
         strides += tensor.stride()[:3] if first is None else (0, 0, tensor.stride(0))
     _gather[(triton.cdiv(width, _BLOCK), batch * heads)](
