@@ -91,3 +91,25 @@ def test_ties_go_to_the_earlier_page(device: torch.device) -> None:
         ours = fused_selection().best_pages(masked, lengths, page=16, budget=budget, most_at_once=16)
         theirs = selection.best_pages(masked, lengths, page=16, budget=budget)
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_bounds_follow_new_rows(device: torch.device, new: int) -> None:
+    keys = torch.randn(2, 2, 48, 80, device=device)
+    lengths = torch.tensor([[33, 16], [48, new]], dtype=torch.int32, device=device)
+    found, expected = ([torch.full((2, 2, 3, 80), 9.0, device=device) for _ in range(2)] for _ in range(2))
+    for start in range(0, 48, 16):  # the rows that were there before
+        for bounds_of, reduce in zip((*found, *expected), (torch.amin, torch.amax) * 2, strict=True):
+            inside = torch.arange(start, start + 16, device=device) < (lengths - new)[..., None]
+            neutral = torch.inf if reduce is torch.amin else -torch.inf
+            block = keys[:, :, start : start + 16].masked_fill(~inside[..., None], neutral)
+            bounds_of[:, :, start // 16] = reduce(block, dim=2)
+    newest = torch.stack(
+        [torch.stack([keys[b, h, lengths[b, h] - new : lengths[b, h]] for h in (0, 1)]) for b in (0, 1)]
+    )
+    fused_selection().extend_bounds(*found, newest, lengths, page=16)
+    selection.extend_bounds(*expected, newest, lengths, page=16)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    whole = keys[0, 0, :33].tensor_split([16, 32])
+    assert torch.equal(found[0][0, 0], torch.stack([rows.amin(dim=0) for rows in whole]))

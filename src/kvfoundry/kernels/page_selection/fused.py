@@ -138,6 +138,66 @@ def _select(
         equals += tl.sum(equal, axis=0)
 
 
+@triton.jit
+def _extend(
+    low,
+    high,
+    keys,
+    lengths,
+    stored_heads,
+    b_batch,
+    b_head,
+    b_page,
+    k_batch,
+    k_head,
+    k_row,
+    PAGE: tl.constexpr,
+    NEW: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+):
+    owner = tl.program_id(0)
+    batch = (owner // stored_heads).to(tl.int64)
+    head = (owner % stored_heads).to(tl.int64)
+    d = tl.arange(0, D)
+    inside = d < DIM
+    first = tl.load(lengths + owner) - NEW
+    base = batch * b_batch + head * b_head + d
+    begun = inside & (first % PAGE != 0)
+    smallest = tl.load(low + base + (first // PAGE) * b_page, mask=begun, other=float("inf"))
+    largest = tl.load(high + base + (first // PAGE) * b_page, mask=begun, other=float("-inf"))
+    for i in tl.static_range(NEW):
+        row = first + i
+        key = tl.load(keys + batch * k_batch + head * k_head + i * k_row + d, mask=inside, other=0.0)
+        fresh = row % PAGE == 0
+        smallest = tl.where(fresh, key, tl.minimum(smallest, key))
+        largest = tl.where(fresh, key, tl.maximum(largest, key))
+        tl.store(low + base + (row // PAGE) * b_page, smallest, mask=inside)
+        tl.store(high + base + (row // PAGE) * b_page, largest, mask=inside)
+
+
+def extend_bounds(low: Tensor, high: Tensor, keys: Tensor, lengths: Tensor, *, page: int) -> None:
+    """As `naive.extend_bounds`; lengths contiguous int32, the last dimension dense, low and high with equal strides."""
+    batch, heads, new, dim = keys.shape
+    check_device(low, high, keys, lengths)
+    if low.stride() != high.stride() or low.stride(3) != 1 or keys.stride(3) != 1:
+        raise KVFoundryError("bounds must be laid out alike, with a dense last dimension like the keys.")
+    _extend[(batch * heads,)](
+        low,
+        high,
+        keys,
+        lengths,
+        heads,
+        *low.stride()[:3],
+        *keys.stride()[:3],
+        PAGE=page,
+        NEW=new,
+        DIM=dim,
+        D=next_power(dim),
+        num_warps=1,
+    )
+
+
 def page_scores(
     query: Tensor, low: Tensor, high: Tensor, lengths: Tensor, *, page: int, group: Group, block: int = 64
 ) -> Tensor:

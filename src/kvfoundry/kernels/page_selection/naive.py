@@ -48,3 +48,17 @@ def select(
     """Table and counts of `best_pages` by `page_scores`: `budget` pages, the last one of a head always among them."""
     scores = page_scores(query, low, high, lengths, page=page, group=group)
     return best_pages(scores, lengths, page=page, budget=budget)
+
+
+def extend_bounds(low: Tensor, high: Tensor, keys: Tensor, lengths: Tensor, *, page: int) -> None:
+    """Take the newest keys [batch, heads, new, head_dim] into the bounds [batch, heads, room, head_dim] of their pages.
+
+    lengths: [batch, heads] rows, the new ones included. A page that a new row begins forgets what stood there.
+    """
+    new = keys.shape[2]
+    for i in range(new):
+        row = (lengths - new + i).long()
+        at = (row // page)[..., None, None].expand(-1, -1, 1, keys.shape[3])
+        key, first = keys[:, :, i : i + 1], (row % page == 0)[..., None, None]
+        low.scatter_(2, at, torch.where(first, key, torch.minimum(low.gather(2, at), key)))
+        high.scatter_(2, at, torch.where(first, key, torch.maximum(high.gather(2, at), key)))
