@@ -16,9 +16,11 @@ _EXPORTS = {
     "KVCache": "cache",
     "Method": "method",
     "MiniCachePairStore": "layouts.pair_store",
+    "SharedPrompt": "together",
     "attach": "attention",
     "compress_by_reconstruction": "reconstruction",
     "generate": "generation",
+    "generate_together": "together",
     "prefill": "generation",
     "load": "models",
     "methods": "methods",
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from kvfoundry.models import load as load
     from kvfoundry.reconstruction import compress_by_reconstruction as compress_by_reconstruction
     from kvfoundry.registry import entries
+    from kvfoundry.together import SharedPrompt as SharedPrompt
+    from kvfoundry.together import generate_together as generate_together
 
     methods = entries
 

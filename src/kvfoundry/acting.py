@@ -6,8 +6,9 @@ A `Method` has no state; what it has to remember between calls of one layer live
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from kvfoundry.columns import newest
 from kvfoundry.errors import CacheStateError
 from kvfoundry.layouts import Layout
-from kvfoundry.layouts.base import Reading, RowsView
+from kvfoundry.layouts.base import Columns, Reading, RowsView
 from kvfoundry.layouts.parked import ParkedRows
 from kvfoundry.method import Method
 from kvfoundry.rope import Rope
 from kvfoundry.selection.evict import evict
-from kvfoundry.selection.evidence import Evidence, Summary
+from kvfoundry.selection.evidence import Evidence, Memo, Summary
 from kvfoundry.slots import Sinks
 
 
@@ -30,7 +31,7 @@ class Turn:
 
     query, positions: real tokens first, as in `Evidence`. real: [batch] real tokens so far, on the CPU. place: index
     among the layers that evict, and their number. own: the rows are exactly this call's tokens. columns: tokens of the
-    call, padding included.
+    call, padding included. memo: shared with other methods that look at the same call.
     """
 
     query: Tensor
@@ -43,6 +44,7 @@ class Turn:
     columns: int
     in_prompt: bool
     prompt_ends: bool
+    memo: Memo | None = None
 
 
 class Acting:
@@ -77,9 +79,13 @@ class Acting:
         evidence = self._evidence(turn, rows)
         observers = [axis for axis in (method.score, method.dispose) if axis is not None and axis.accumulates]
         if observers:
-            columns = {name: column for axis in observers for name, column in axis.observe(evidence).items()}
+            columns: Columns = {}
+            for axis in observers:
+                key = "observed", axis, method.granularity, method.group
+                columns |= evidence.once(key, partial(axis.observe, evidence))
             rows = rows.with_columns(columns)
-            self._summary = method.score.summary(evidence, self._summary)
+            key = "summary", method.score, method.granularity, method.group
+            self._summary = evidence.once(key, partial(method.score.summary, evidence, self._summary))
             evidence = replace(evidence, rows=replace(evidence.rows, columns=columns), summary=self._summary)
         kept = self._evicted(turn, rows, evidence) if due else rows
         dropped = kept is not rows
@@ -127,6 +133,7 @@ class Acting:
             module=turn.module,
             granularity=self.method.granularity,
             decoding=not turn.in_prompt,
+            memo=turn.memo,
         )
 
     def _evicted(self, turn: Turn, rows: Layout, evidence: Evidence) -> Layout:
@@ -178,6 +185,23 @@ class Acting:
     def copied(self) -> Acting:
         """The same memory for a fork: nothing in it is ever written in place, parked rows least of all."""
         return copy.copy(self)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Acting]) -> Acting:
+        """The memory of several batches, one after the other, that one recipe has acted on under any budgets.
+
+        Neither parked rows nor slot positions can be joined.
+        """
+        first = parts[0]
+        result = copy.copy(first)
+        if first._budget is not None:
+            result._budget = torch.cat([part._budget for part in parts if part._budget is not None])
+        if first._window is not None:
+            windows = [part._window for part in parts if part._window is not None]
+            query, positions = (torch.cat(tensors) for tensors in zip(*windows, strict=True))
+            result._window = query, positions
+        result._summary = {name: torch.cat([part._summary[name] for part in parts]) for name in first._summary}
+        return result
 
     def selected(self, indices: Tensor) -> Acting:
         """The memory of the batch rows `indices`."""

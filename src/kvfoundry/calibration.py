@@ -20,6 +20,7 @@ from kvfoundry.checks import flag, number, whole
 from kvfoundry.codecs import kvquant
 from kvfoundry.codecs.calibrated import CalibratedLayer, Calibration
 from kvfoundry.codecs.nuq import fit_levels
+from kvfoundry.devices import input_device
 from kvfoundry.errors import DataError, UnsupportedModelError
 from kvfoundry.fingerprint import fingerprint, weights_of
 from kvfoundry.rope import Rope
@@ -103,7 +104,7 @@ def calibrate(
     sample = _Sample(full)
     pieces = [piece for piece in ids[:tokens].split(window) if piece.numel() > 1]
     for done, piece in enumerate(pieces, start=1):
-        sample.add(model, config, piece[None].to(model.device), ropes, fisher=fisher)
+        sample.add(model, config, piece[None].to(input_device(model)), ropes, fisher=fisher)
         if on_window is not None:
             on_window(done, len(pieces))
     layers = tuple(sample.fitted(layer, outliers, q_norm=q_norm) for layer in full)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from kvfoundry import compat
 from kvfoundry.cache import KVCache
+from kvfoundry.devices import input_device
 from kvfoundry.errors import DataError
 from kvfoundry.kept import Kept, kept_by_row
 from kvfoundry.method import Method
@@ -41,8 +43,8 @@ class Generation:
     kept_rows: float
     kept_share: float
     kept_profile: str | None
-    ttft_seconds: float
-    ms_per_token: float
+    ttft_seconds: float | None
+    ms_per_token: float | None
     seconds: float
     notes: list[str]
     parked_bytes: int = 0
@@ -97,6 +99,7 @@ def generate(
             "hold_back is a number of tokens of a fresh prompt, 0 or more; a given cache has acted already."
         )
     results: list[Generation] = []
+    device = input_device(model)
     size = batch_size or max(1, len(texts))
     for start in range(0, len(texts), size):
         batch = slice(start, start + size)
@@ -109,7 +112,7 @@ def generate(
         if hold_back >= int(mask.sum(dim=1).min()):
             raise DataError(f"hold_back={hold_back} leaves nothing of a prompt of {int(mask.sum(dim=1).min())} tokens.")
         results += generate_ids(
-            model, tokenizer, ids.to(model.device), mask.to(model.device), method, max_new_tokens,
+            model, tokenizer, ids.to(device), mask.to(device), method, max_new_tokens,
             cache=cache, prefill_chunk=prefill_chunk, hold_back=hold_back, streamer=streamer,
             generation_config=generation_config, **options,
         )  # fmt: skip
@@ -135,7 +138,8 @@ def prefill(
     cache = KVCache(model, method)
     if not cache.method.slot_positions:
         check_length(model, ids.shape[1], 0, "the document")
-    read_prompt(model, tokenizer, cache, ids.to(model.device), mask.to(model.device), prefill_chunk)
+    device = input_device(model)
+    read_prompt(model, tokenizer, cache, ids.to(device), mask.to(device), prefill_chunk)
     return cache
 
 
@@ -214,14 +218,28 @@ def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int
         )
 
 
+@dataclass(frozen=True)
+class Held:
+    """What a cache holds when its prompt is done: bytes, and the rows that are kept of each of its batch rows."""
+
+    stored: int
+    peak: int
+    parked: int
+    kept: list[Kept]
+
+    @classmethod
+    def by(cls, cache: KVCache) -> Held:
+        """What this cache holds now."""
+        return cls(cache.nbytes, cache.peak_nbytes, cache.parked_nbytes, kept_by_row(cache))
+
+
 class _Clock(StoppingCriteria):
     """Notes when each token is ready, and what the cache holds when the prompt is done. Never stops anything."""
 
     def __init__(self, cache: KVCache, device: torch.device):
         self.cache, self.device = cache, device
         self.times: list[float] = []
-        self.stored = self.peak = self.parked = 0
-        self.kept: list[Kept] = []  # one per row of the cache
+        self.held: Held | None = None
         self._looking = 0.0
 
     def now(self) -> float:
@@ -234,9 +252,7 @@ class _Clock(StoppingCriteria):
         self.times.append(self.now())
         if len(self.times) == 1:
             began = time.perf_counter()
-            self.stored, self.peak = self.cache.nbytes, self.cache.peak_nbytes
-            self.parked = self.cache.parked_nbytes
-            self.kept = kept_by_row(self.cache)
+            self.held = Held.by(self.cache)
             self._looking = time.perf_counter() - began
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
@@ -315,31 +331,53 @@ def generate_ids(
     )
     finished = clock.now()
     sequences = output if isinstance(output, Tensor) else output.sequences
-    per_prompt = sequences.shape[0] // ids.shape[0]
-    steps = len(clock.times) - 1
-    ms_per_token = 1e3 * (clock.times[-1] - clock.times[0]) / steps if steps > 0 else 0.0
+    steps, held = len(clock.times) - 1, clock.held
+    assert held is not None
+    stops = stop_tokens(model, generation_config) if "eos_token_id" not in options else options["eos_token_id"]
+    return generations(
+        model,
+        tokenizer,
+        [until_stop(sequence, stops) for sequence in sequences[:, ids.shape[1] :].tolist()],
+        mask.sum(dim=1).tolist(),
+        held,
+        ttft_seconds=clock.times[0] - started,
+        ms_per_token=1e3 * (clock.times[-1] - clock.times[0]) / steps if steps > 0 else 0.0,
+        seconds=finished - started,
+        notes=cache.notes,
+    )
+
+
+def generations(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    answers: Sequence[list[int]],
+    prompt_tokens: Sequence[int],
+    held: Held,
+    **shared: Any,
+) -> list[Generation]:
+    """The answers to the prompts of one batch; a prompt may have several, which stand one after the other.
+
+    shared: fields of `Generation` that all of them have.
+    """
+    per_prompt = len(answers) // len(prompt_tokens)
+    copies = len(held.kept) // len(prompt_tokens)  # beams of one prompt hold the same rows of it
     results = []
-    copies = len(clock.kept) // ids.shape[0]  # beams of one prompt hold the same rows of it
-    for i, sequence in enumerate(sequences[:, ids.shape[1] :]):
-        tokens = _until_stop(sequence.tolist(), options.get("eos_token_id", _stops(model, generation_config)))
-        prompt_tokens, kept = int(mask[i // per_prompt].sum()), clock.kept[i // per_prompt * copies]
+    for i, tokens in enumerate(answers):
+        of_prompt, kept = prompt_tokens[i // per_prompt], held.kept[i // per_prompt * copies]
         results.append(
             Generation(
                 text=str(tokenizer.decode(tokens, skip_special_tokens=True)),
                 token_ids=tokens,
-                prompt_tokens=prompt_tokens,
+                prompt_tokens=of_prompt,
                 new_tokens=len(tokens),
-                stored_bytes=clock.stored // sequences.shape[0],
-                peak_bytes=clock.peak // sequences.shape[0],
-                full_bytes=full_cache_bytes(model, prompt_tokens),
+                stored_bytes=held.stored // len(answers),
+                peak_bytes=held.peak // len(answers),
+                full_bytes=full_cache_bytes(model, of_prompt),
                 kept_rows=kept.rows,
                 kept_share=kept.share,
                 kept_profile=kept.profile,
-                ttft_seconds=clock.times[0] - started,
-                ms_per_token=ms_per_token,
-                seconds=finished - started,
-                notes=cache.notes,
-                parked_bytes=clock.parked // sequences.shape[0],
+                parked_bytes=held.parked // len(answers),
+                **shared,
             )
         )
     return results
@@ -356,12 +394,13 @@ def _feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: KVCache, chu
         )  # fmt: skip
 
 
-def _stops(model: PreTrainedModel, generation_config: GenerationConfig | None) -> int | list[int] | None:
+def stop_tokens(model: PreTrainedModel, generation_config: GenerationConfig | None = None) -> int | list[int] | None:
+    """The tokens that end an answer."""
     config = generation_config or model.generation_config
     return None if config is None else config.eos_token_id
 
 
-def _until_stop(tokens: list[int], stops: int | list[int] | None) -> list[int]:
+def until_stop(tokens: list[int], stops: int | Collection[int] | None) -> list[int]:
     """The tokens up to and with the first stop token; what follows in a batch is padding."""
     ends = {stops} if isinstance(stops, int) else set(stops or ())
     for i, token in enumerate(tokens):

@@ -7,7 +7,7 @@ Ours returns the layer itself, so that everything meets in `attend`: query, new 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,15 @@ from kvfoundry.errors import CacheStateError, SpecError, UnsupportedModelError
 from kvfoundry.kernels.attention import AttentionKernel, backend
 from kvfoundry.layouts import DenseRows, Layout, RowsView
 from kvfoundry.layouts.base import Reading
+from kvfoundry.layouts.joined import JoinedRows
 from kvfoundry.method import Method
 from kvfoundry.pairing import LayerPair
 from kvfoundry.prompt import Prompt
 from kvfoundry.prompt_mask import PromptMask
+from kvfoundry.reading import Reader
 from kvfoundry.reading.state import PageState
 from kvfoundry.rope import Rope
-from kvfoundry.selection.evidence import Evidence
+from kvfoundry.selection.evidence import Evidence, Memo
 from kvfoundry.tensor_refusal import RefusesTensorUse
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
@@ -217,24 +219,86 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             self.note_bytes()
         if self.watch is not None:
             self.watch(self, query, tokens.positions, reading, module)
-            assert before[0] is not None
-            self.rows, self.real, self._longest = self.rows.truncated(before[0]), before[1], before[2]
-            self._halfway = False
-            return (
-                output if tokens.gather is None else restored_columns(output, tokens.gather, tokens.positions, columns)
-            )
+            self.rows = None if before[0] is None else self.rows.truncated(before[0])
+            self.real, self._longest = before[1], before[2]
+        else:
+            self._finish(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
+        self._halfway = False
+        return output if tokens.gather is None else restored_columns(output, tokens.gather, tokens.positions, columns)
+
+    def _finish(
+        self,
+        query: Tensor,
+        positions: Tensor,
+        reading: Reading,
+        module: nn.Module | None,
+        *,
+        own: bool,
+        in_prompt: bool,
+        columns: int,
+        memo: Memo | None = None,
+    ) -> None:
+        """After a call was read: let the method act, and write down what a codec is due."""
         self.seen += columns
         if self.acts:
-            self._act(query, tokens.positions, reading, module, own=own, in_prompt=in_prompt, columns=columns)
+            self._act(query, positions, reading, module, own=own, in_prompt=in_prompt, columns=columns, memo=memo)
         elif self.rule.span is not None:
             self._leave_window(columns)
         if self.pair is not None:
             self.pair.after(self, prompt_open=not self.prompt.ended(self.seen))
-        self._code(query, tokens.positions)
+        self._code(query, positions)
         if columns > 1:
             self.note_bytes()
+
+    def follow(
+        self,
+        leader: CacheLayer,
+        query: Tensor,
+        positions: Tensor,
+        reading: Reading,
+        module: nn.Module | None,
+        memo: Memo,
+    ) -> None:
+        """Take part, while empty, in the first call of another cache's layer, as if it had been made here.
+
+        leader: the layer that stores and reads; called from its `watch`, with what that is given. memo: what the
+        followers of one call need not compute again.
+        """
+        assert self.rows is None and leader.rows is not None and leader.prompt.tokens is not None
+        columns = leader.prompt.tokens
+        self.is_initialized, self._heads = True, leader._heads
+        self.real, self._longest, self._padded_to = leader.real, leader._longest, leader._padded_to
+        in_prompt = self._enter(columns)
+        self._halfway = True
+        if self._coding is not None:
+            view = leader.rows.view()
+            self._coding.enter(view.keys, view.values)
+        self.rows = leader.rows.shared()
+        self._grant_reading(in_prompt=True)
+        self.note_bytes()
+        self._finish(query, positions, reading, module, own=True, in_prompt=in_prompt, columns=columns, memo=memo)
         self._halfway = False
-        return output if tokens.gather is None else restored_columns(output, tokens.gather, tokens.positions, columns)
+
+    def join(self, parts: Sequence[CacheLayer]) -> None:
+        """Begin, while empty, with the batch rows of layers that have seen the same prompt, one after the other.
+
+        The parts are of the same place in the model, and what their methods do from now on is what this one does.
+        """
+        assert self.rows is None
+        first, layouts, real = parts[0], [], []
+        for part in parts:
+            assert part.rows is not None and part.real is not None
+            layouts.append(part.rows)
+            real.append(part.real)
+        self.rows, self.real = JoinedRows.of(layouts), torch.cat(real)
+        self._heads, self.seen, self._padded_to, self._longest = (
+            first._heads, first.seen, first._padded_to, first._longest,
+        )  # fmt: skip
+        self.rows_lost_at = max(part.rows_lost_at for part in parts)
+        self.is_initialized = True
+        if self.acts:
+            self._acting = Acting.joined([part._acting for part in parts])
+        self.note_bytes()
 
     @property
     def is_interrupted(self) -> bool:
@@ -250,17 +314,24 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
     def _read(self, query: Tensor, positions: Tensor, reading: Reading, *, in_prompt: bool) -> Tensor:
         """Attend to all rows, or in decode to those that the method's reader picks."""
         assert self.rows is not None and self.real is not None
-        reader = self.method.read
-        if reader is None or self.rule.span is not None or self.layer_idx < reader.skip_layers:
+        reader = self._grant_reading(in_prompt=in_prompt)
+        if reader is None or in_prompt or self.watch is not None:
             return self.rows.attend(query, positions, reading)
-        if in_prompt or self._read_budget is None:
-            self._read_budget = reader.budget_rows(self.real)
-        if in_prompt or self.watch is not None:
-            return self.rows.attend(query, positions, reading)
+        assert self._read_budget is not None
         output, self._pages = reader.attend(
             self.rows, query, positions, reading, self._pages, self._read_budget, self.method.granularity
         )
         return output
+
+    def _grant_reading(self, *, in_prompt: bool) -> Reader | None:
+        """The method's reader if it serves this layer, its budget brought up to date while the prompt lasts."""
+        reader = self.method.read
+        if reader is None or self.rule.span is not None or self.layer_idx < reader.skip_layers:
+            return None
+        if in_prompt or self._read_budget is None:
+            assert self.real is not None
+            self._read_budget = reader.budget_rows(self.real)
+        return reader
 
     def _enter(self, columns: int) -> bool:
         """Whether this call belongs to the prompt."""
@@ -315,12 +386,13 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         own: bool,
         in_prompt: bool,
         columns: int,
+        memo: Memo | None,
     ) -> None:
         """Let the method observe this call, and drop rows when its schedule says so."""
         assert self.rows is not None and self.real is not None
         place = self.layer_idx, self.num_layers
         turn = Turn(query, positions, reading, module, self.real, place, own, columns, in_prompt,
-                    prompt_ends=in_prompt and self.prompt.ended(self.seen))  # fmt: skip
+                    prompt_ends=in_prompt and self.prompt.ended(self.seen), memo=memo)  # fmt: skip
         kept, dropped = self._acting.after(turn, self.rows)
         self.rows = kept
         if dropped:

@@ -1,6 +1,7 @@
 """Load a model and its tokenizer by one name: embedded, on the hub, a local folder or a ``.gguf`` file."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,9 +15,11 @@ from kvfoundry.embedded import EMBEDDED, embedded_models, ensure, first_line, se
 from kvfoundry.errors import MissingExtraError, ModelLoadError, unknown_name
 from kvfoundry.quiet import quiet
 
-__all__ = ["embedded_models", "load"]
+__all__ = ["embedded_models", "load", "outline"]
 
 _ATTENTION = ("eager", "flash_attention_2", "sdpa")
+# How accelerate may spread a model over devices.
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -31,6 +34,7 @@ def load(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     attn_implementation: str = "sdpa",
+    device_map: str | Mapping[str, Any] | None = None,
     revision: str | None = None,
     tokenizer: bool = True,
 ) -> tuple[PreTrainedModel, Any]:
@@ -39,11 +43,16 @@ def load(
     Args:
         name: an embedded model (``embedded_models()``), a local folder, a ``.gguf`` file or a hub name, looked up in
             this order. Write ``./smollm2`` for a folder that is called like an embedded model.
-        device: ``"auto"`` is CUDA where there is one, else the CPU; any torch device otherwise.
+        device: ``"auto"`` is CUDA where there is one, else the CPU; ``"auto-map"`` is ``device_map="auto"``; any torch
+            device otherwise.
         dtype: ``"auto"`` keeps the checkpoint's on an accelerator (bfloat16 for a ``.gguf`` file, which names none)
             and takes float32 on the CPU, because most CPUs compute bfloat16 more slowly than float32. Otherwise a
             torch dtype or its name.
         attn_implementation: the backend of dense attention: ``"sdpa"``, ``"eager"`` or ``"flash_attention_2"``.
+        device_map: for a model that no single GPU holds, in place of ``device``. ``"auto"`` fills the GPUs evenly, then
+            the CPU's memory, then the disk; ``"balanced"``, ``"balanced_low_0"`` and ``"sequential"`` are accelerate's
+            too, and a mapping names the device of each module, ``{"": "cpu"}`` for all. Rows of a layer lie where the
+            layer computes. Weights on the disk are read again for every forward pass.
         revision: branch, tag or commit of a hub model.
         tokenizer: False loads no tokenizer and returns None in its place.
 
@@ -56,8 +65,10 @@ def load(
         MissingExtraError: ``flash_attention_2`` without the flash-attn package.
     """
     _check_attention(attn_implementation)
-    target = _device(device)
-    numbers = _dtype(dtype, target)
+    if device == "auto-map":
+        device, device_map = "auto", device_map or "auto"
+    places = {"": _device(device)} if device_map is None else _device_map(device_map, device)
+    numbers = _dtype(dtype, on_cpu=_only_cpu(places))
     source = _resolve(str(name), revision)
     if numbers == "auto" and "gguf_file" in source.arguments:
         numbers = torch.bfloat16
@@ -65,10 +76,30 @@ def load(
     with quiet(stderr="gguf_file" in source.arguments):
         _check_config(source)
         loaded = _tokenizer(source) if tokenizer else None
-        model = _model(source, device_map={"": target}, dtype=numbers, attn_implementation=attn_implementation)
+        model = _model(source, device_map=places, dtype=numbers, attn_implementation=attn_implementation)
     if loaded is not None:
         _prepare_padding(loaded, model, from_gguf="gguf_file" in source.arguments)
     return model, loaded
+
+
+def outline(name: str | Path = "smollm2") -> tuple[PreTrainedModel, Any]:
+    """The architecture of a model, without weights (on torch's meta device), and its tokenizer.
+
+    For whoever asks for config and tokenizer where others do the computing. name and Raises as in `load`.
+    """
+    source = _resolve(str(name), None)
+    from_gguf = "gguf_file" in source.arguments
+    with quiet(stderr=from_gguf):
+        _check_config(source)
+        tokenizer = _tokenizer(source)
+        try:
+            config = AutoConfig.from_pretrained(source.location, **source.arguments)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config).eval()
+        except Exception as error:  # as in _check_config
+            raise ModelLoadError(f"cannot load {source.label}: {first_line(error)}; {source.remedy}") from error
+    _prepare_padding(tokenizer, model, from_gguf=from_gguf)
+    return model, tokenizer
 
 
 @dataclass(frozen=True)
@@ -201,7 +232,9 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         target = torch.device(device)
     except RuntimeError as error:
-        raise ModelLoadError(f"unknown device {device!r}; use 'auto', 'cpu', 'cuda' or 'cuda:1'.") from error
+        raise ModelLoadError(
+            f"unknown device {device!r}; use 'auto', 'auto-map', 'cpu', 'cuda' or 'cuda:1'."
+        ) from error
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         raise ModelLoadError(
             f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices; "
@@ -210,11 +243,37 @@ def _device(device: str | torch.device) -> torch.device:
     return target
 
 
-def _dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
+def _device_map(device_map: str | Mapping[str, Any], device: str | torch.device) -> str | dict[str, Any]:
+    if device != "auto":
+        raise ModelLoadError(
+            f"device {str(device)!r} and a device_map both say where the model goes; give one of them."
+        )
+    if isinstance(device_map, str):
+        if device_map not in _MAPS:
+            raise ModelLoadError(unknown_name("device_map", device_map, _MAPS))
+        return device_map
+    if not device_map:
+        raise ModelLoadError("the device_map is empty; name a device for each module, or {'': 'cpu'} for all.")
+    places: dict[str, Any] = {}
+    for module, place in device_map.items():
+        if place != "disk":
+            _device(f"cuda:{place}" if isinstance(place, int) else place)
+        places[module] = place
+    return places
+
+
+def _only_cpu(places: str | dict[str, Any]) -> bool:
+    """Whether everything is computed on the CPU."""
+    if isinstance(places, str):
+        return not torch.cuda.is_available()
+    return all(place == "disk" or str(place) == "cpu" for place in places.values())
+
+
+def _dtype(dtype: str | torch.dtype, *, on_cpu: bool) -> torch.dtype | str:
     if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
         return dtype
     if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
+        return torch.float32 if on_cpu else "auto"
     if dtype not in _DTYPES:
         raise ModelLoadError(unknown_name("dtype", str(dtype), ["auto", *_DTYPES]))
     return _DTYPES[str(dtype)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,11 +35,14 @@ def compress_by_reconstruction(
     cache: KVCache,
     ids: Tensor,
     attention_mask: Tensor | None = None,
+    *,
+    alike: Sequence[KVCache] = (),
 ) -> None:
     """Run the second pass of a reconstructing method (`kvzip`) and drop what its budget does not hold.
 
     ids: [batch, tokens], everything that the cache has seen; attention_mask: the same shape, 0 for padding, which must
-    not count in the positions under which the prompt was read (`generate` sees to that).
+    not count in the positions under which the prompt was read (`generate` sees to that). alike: further caches of the
+    same prompt whose methods read it the second time as this one's does; one pass serves them all.
     `kvfoundry.generate` and `kvfoundry.prefill` do this by themselves. By hand:
 
         cache = kvfoundry.KVCache(model, "kvzip(budget=256)")
@@ -51,18 +55,29 @@ def compress_by_reconstruction(
     plan = cache.method.reconstructs
     if plan is None:
         raise SpecError(f"{cache.method} does not reconstruct its context; kvzip does.")
-    layers = [layer for layer in cache.attention_layers if layer.evicts]
-    mask = torch.ones_like(ids) if attention_mask is None else attention_mask
-    _check(cache, layers, ids, mask)
-    if any(layer.exceeds_budget() for layer in layers):
-        received = _received(model, tokenizer, cache, layers, plan, ids, mask)
-        _evict(cache, layers, received, plan)
-    for layer in cache.attention_layers:
-        layer.end_reconstruction()
+    caches, mask = [cache, *alike], torch.ones_like(ids) if attention_mask is None else attention_mask
+    for other in caches:
+        if other.method.reconstructs is None or other.method.reconstructs.reading != plan.reading:
+            raise SpecError(f"{other.method} does not read the prompt the second time as {cache.method} does.")
+        _check(other, ids, mask)
+    exceeding = [other for other in caches if any(layer.exceeds_budget() for layer in _evicting(other))]
+    if exceeding:
+        received = _received(model, tokenizer, exceeding[0], plan, ids, mask)
+        for other in exceeding:
+            # They hold the same rows, so a pass of its own would have brought each to the same size.
+            other.prompt.peak_nbytes = max(other.prompt.peak_nbytes, exceeding[0].prompt.peak_nbytes)
+            _evict(other, received)
+    for other in caches:
+        for layer in other.attention_layers:
+            layer.end_reconstruction()
 
 
-def _check(cache: KVCache, layers: list[CacheLayer], ids: Tensor, mask: Tensor) -> None:
-    if any(layer.reconstructed or layer.rows_lost_at for layer in layers):
+def _evicting(cache: KVCache) -> list[CacheLayer]:
+    return [layer for layer in cache.attention_layers if layer.evicts]
+
+
+def _check(cache: KVCache, ids: Tensor, mask: Tensor) -> None:
+    if any(layer.reconstructed or layer.rows_lost_at for layer in _evicting(cache)):
         raise CacheStateError(
             f"{cache.method}: rows of this cache are already dropped, so its context cannot be repeated; "
             "start a new cache, or fork() one before it is compressed."
@@ -78,7 +93,10 @@ def _check(cache: KVCache, layers: list[CacheLayer], ids: Tensor, mask: Tensor) 
 
 @dataclass
 class _Received:
-    """Collects, layer by layer, the largest weight that the pass spends on the rows of the chunk being repeated."""
+    """Collects, layer by layer, the largest weight that the pass spends on the rows of the chunk being repeated.
+
+    The layers are those that evict, by their place among the full-attention layers.
+    """
 
     sinks: int
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -107,7 +125,7 @@ class _Received:
             softcap=reading.softcap,
             sinks=reading.sinks,
         )
-        name = id(layer)
+        name = layer.layer_idx
         if name not in self.weights:
             self.weights[name] = torch.zeros(*query.shape[:2], view.keys.shape[2], device=device)
             self.modules[name], self.readings[name] = module, reading
@@ -133,7 +151,6 @@ def _received(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     cache: KVCache,
-    layers: list[CacheLayer],
     plan: Reconstruction,
     ids: Tensor,
     mask: Tensor,
@@ -216,15 +233,16 @@ def _answer_cue(tokenizer: PreTrainedTokenizerBase) -> str:
     return rendered.rsplit(marker, 1)[1]
 
 
-def _evict(cache: KVCache, layers: list[CacheLayer], received: _Received, plan: Reconstruction) -> None:
+def _evict(cache: KVCache, received: _Received) -> None:
     method: Any = cache.method
+    layers = _evicting(cache)
     evidences = [_evidence(layer, received) for layer in layers]
-    if plan.scope == "model":
+    if method.reconstructs.scope == "model":
         total = torch.zeros_like(evidences[0].seen)
         scores, protected, valid = [], [], []
         for layer, evidence in zip(layers, evidences, strict=True):
             rows, view = layer.budget_rows(), evidence.rows
-            own = received.weights[id(layer)][..., : view.keys.shape[2]]
+            own = received.weights[layer.layer_idx][..., : view.keys.shape[2]]
             groups = evidence.groups if method.granularity == "query_head" else 1
             scores.append(own if groups > 1 else evidence.reduced(own))
             protected.append(method.protect.mask(view, evidence.seen, rows).repeat_interleave(groups, dim=1))
@@ -240,7 +258,7 @@ def _evict(cache: KVCache, layers: list[CacheLayer], received: _Received, plan: 
 
 def _evidence(layer: CacheLayer, received: _Received) -> Evidence:
     assert layer.rows is not None and layer.real is not None
-    weights, view = received.weights[id(layer)], layer.rows.view()
+    weights, view = received.weights[layer.layer_idx], layer.rows.view()
     query = view.keys.new_zeros(*weights.shape[:2], 0, view.keys.shape[3])
     positions = torch.zeros(view.keys.shape[0], 0, dtype=torch.long, device=view.keys.device)
     return Evidence(
@@ -249,14 +267,14 @@ def _evidence(layer: CacheLayer, received: _Received) -> Evidence:
         query,
         positions,
         view,
-        received.readings[id(layer)],
+        received.readings[layer.layer_idx],
         False,
         layer.real,
         layer.layer_idx,
         layer.num_layers,
         layer.method.group,
         layer.rope,
-        received.modules[id(layer)],
+        received.modules[layer.layer_idx],
         layer.method.granularity,
         {RECEIVED: weights},
     )

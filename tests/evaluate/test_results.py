@@ -107,6 +107,13 @@ def test_files_that_a_kill_left_half_written_are_swept_away(tmp_path):
     assert not any(path.exists() for path in torn) and (tmp_path / "notes.tmp").exists()
 
 
+def test_two_runs_do_not_write_one_folder(tmp_path):
+    with ResultsFolder(tmp_path, {}, resume=False), pytest.raises(DataError, match="another run is writing"):
+        ResultsFolder(tmp_path, {}, resume=True)
+    with ResultsFolder(tmp_path, {}, resume=True):
+        pass
+
+
 def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"cannot be written .*--out"):

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 import kvfoundry
 from kvfoundry.errors import DataError, KVFoundryError, SpecError
@@ -162,6 +163,45 @@ def test_answers_of_a_batch_are_as_long_as_alone(model, tokenizer, tmp_path):
     task = Mixed(lengths=(90, 120), depths=(0.0, 100.0))
     evaluate(model, tokenizer, [task], ["fullkv"], out=tmp_path, batch_size=4)
     assert sorted(line["new_tokens"] for line in read_lines(tmp_path / RESULTS)) == [2, 2, 5, 5]
+
+
+def test_methods_together_give_what_each_gives_alone_and_some_prompts_are_timed(model, tokenizer, tmp_path):
+    methods, settings = ["fullkv", "streamingllm", "h2o(window=8)"], {"budgets": [64, 0.5], "batch_size": 2}
+    evaluate(model, tokenizer, [TASK], methods, out=tmp_path / "alone", **settings)
+    evaluate(model, tokenizer, [TASK], methods, out=tmp_path / "both", together=5, timed=1, **settings)
+    sized = {"stored_bytes", "peak_bytes", "full_bytes"}  # a prompt that is timed is in no batch
+
+    def answers(folder):
+        return [{name: value for name, value in line.items() if name not in sized} for line in timeless(folder)]
+
+    assert answers(tmp_path / "both" / RESULTS) == answers(tmp_path / "alone" / RESULTS)
+    lines = read_lines(tmp_path / "both" / RESULTS)
+    timed = {(line["item"], line["method"]) for line in lines if line["ttft_seconds"] is not None}
+    assert len(timed) == 5 and len({item for item, _ in timed}) == 1
+    assert all(line["ms_per_token"] is not None for line in lines if line["ttft_seconds"] is not None)
+    again = evaluate(
+        model, tokenizer, [TASK], methods, out=tmp_path / "both", together=5, timed=1, resume=True, **settings
+    )
+    assert len(again.board) == 5 and all(row["ttft_seconds"] > 0 for row in again.board)
+
+
+def test_a_batch_that_memory_does_not_hold_is_asked_in_halves(model, tokenizer, tmp_path, monkeypatch):
+    real, sizes = kvfoundry.generate_together, []
+
+    def small(model, tokenizer, prompts, *rest, **options):
+        sizes.append(len(prompts))
+        if len(prompts) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(model, tokenizer, prompts, *rest, **options)
+
+    monkeypatch.setattr(kvfoundry, "generate_together", small)
+    task = NeedleTask(lengths=(120,), depths=(0.0, 50.0, 100.0), max_new_tokens=3)
+    methods = ["fullkv", "streamingllm(budget=64)"]
+    outcome = evaluate(model, tokenizer, [task], methods, out=tmp_path, batch_size=3, together=2)
+    assert sizes == [3, 1, 2, 1, 1] and outcome.failed == 0
+    assert len(read_lines(tmp_path / RESULTS)) == 6 and not any(
+        line["notes"] for line in read_lines(tmp_path / RESULTS)
+    )
 
 
 def test_prompts_are_kept_with_their_ends(finished, tokenizer):

@@ -21,6 +21,7 @@ from kvfoundry.analysis.observed import observed_cache
 from kvfoundry.analysis.probes import Probe, Variant, make_probes
 from kvfoundry.attention import attach, family_of
 from kvfoundry.checks import choice, whole
+from kvfoundry.devices import input_device
 from kvfoundry.errors import DataError, SpecError
 
 Measure = Literal["top", "mass", "copy"]
@@ -131,7 +132,7 @@ def measure_heads(
 @torch.inference_mode()
 def _run(model: PreTrainedModel, probe: Probe, measure: Measure, *, forced: bool) -> tuple[dict[int, Tensor], int]:
     """Layer -> [query_heads] scores of one probe on the CPU, and how many answer tokens the model has right."""
-    device = model.device
+    device = input_device(model)
     prompt = torch.tensor([probe.prompt], device=device)
     rows = torch.tensor(probe.rows, device=device)
     seen: dict[int, Tensor] = {}  # weights of the step in progress

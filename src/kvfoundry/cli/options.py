@@ -22,7 +22,9 @@ BudgetOption = Annotated[
         "--budget", help="Rows (256) or kept share (0.25) for each method that takes one; repeat or separate by commas."
     ),
 ]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ...")]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="auto, cpu, cuda, cuda:1 ..., or auto-map to spread a model over all GPUs.")
+]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 ChatOption = Annotated[
     bool | None,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvfoundry import compat
 from kvfoundry.cache import KVCache
+from kvfoundry.devices import input_device
 from kvfoundry.generation import read_prompt
 from kvfoundry.kept import Kept, kept_by_row
 
@@ -60,7 +61,7 @@ def force(
         raise ValueError(
             f"no prompt, or nothing to force: {ids.shape[1]} tokens, {rest} of them forced {piece} at once"
         )
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    ids, mask = (tensor.to(input_device(model)) for tensor in (ids, mask))
     began = time.perf_counter()
     cache = KVCache(model, method)
     read_prompt(model, tokenizer, cache, ids[:, :prefix], mask[:, :prefix], prefill_chunk)

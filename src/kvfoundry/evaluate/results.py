@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from filelock import FileLock, Timeout
+
 from kvfoundry.errors import DataError
 
 Line = dict[str, Any]
@@ -22,11 +24,13 @@ RESULTS, PROMPTS, META, SUMMARY, REPORT = (
     "results.jsonl", "prompts.jsonl", "run_meta.json", "summary.json", "report.html",
 )  # fmt: skip
 
+_LOCK = ".lock"
+
 # Raised when a folder of before can no longer be read or continued. It stands in run_meta.json; 1 wrote none.
 FORMAT = 2
 
 # Arguments that may change between a run and its continuation: they decide no result.
-_TRANSIENT = frozenset({"resume", "json", "out", "progress"})
+_TRANSIENT = frozenset({"resume", "json", "out", "progress", "workers", "worker_count"})
 
 
 def key_of(line: Mapping[str, Any]) -> Key:
@@ -136,13 +140,26 @@ class ResultsFolder:
     """Owns the files of one run. Use as a context manager; `append` writes one result for good.
 
     Raises:
-        DataError: the folder cannot be written, holds results already and `resume` is not set, or holds those of a run
-            with other arguments.
+        DataError: the folder cannot be written, holds results already and `resume` is not set, holds those of a run
+            with other arguments, or is being written by another run.
     """
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any], resume: bool) -> None:
         self.folder = folder
         self.lines: list[Line] = []
+        check_folder(folder, resume)
+        self._lock = FileLock(folder / _LOCK)  # let go of by the system when its process dies
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise DataError(f"another run is writing to {folder}; wait for its end or name another --out.") from error
+        try:
+            self._open(folder, arguments, resume)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _open(self, folder: Path, arguments: Mapping[str, Any], resume: bool) -> None:
         # Through JSON and back: what is compared is what a later run will read.
         arguments = json.loads(json.dumps(arguments))
         results = folder / RESULTS
@@ -170,6 +187,16 @@ class ResultsFolder:
         self.lines += lines
         self.finished |= {key_of(line) for line in lines}
 
+    def arrange(self, order: Sequence[Key]) -> None:
+        """Put the lines into the order of the run, whatever the order was in which they were finished."""
+        place = {key: number for number, key in enumerate(order)}
+        arranged = sorted(self.lines, key=lambda line: place[key_of(line)])
+        if arranged != self.lines:
+            self._file.close()
+            write_text(self.folder / RESULTS, dump_lines(arranged))
+            self._file = (self.folder / RESULTS).open("ab")
+            self.lines = arranged
+
     def write_prompts(self, prompts: Sequence[Mapping[str, Any]]) -> None:
         write_text(self.folder / PROMPTS, dump_lines(prompts))
 
@@ -188,3 +215,4 @@ class ResultsFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        self._lock.release()

@@ -13,6 +13,7 @@ import torch
 
 import kvfoundry
 from kvfoundry import compat
+from kvfoundry.devices import input_device
 from kvfoundry.evaluate.metrics import score_answers
 from kvfoundry.evaluate.prompts import encode_prompt
 from kvfoundry.generation import check_length
@@ -43,7 +44,7 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
 
 
 def _answer(model: Any, tokenizer: Any, ids: Sequence[int], cache: Any, max_new_tokens: int) -> str:
-    inputs = torch.tensor([list(ids)], device=model.device)
+    inputs = torch.tensor([list(ids)], device=input_device(model))
     output = model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from kvfoundry.layouts.base import (
 )
 
 
-def _spare_slots(rows: int) -> int:
+def spare_slots(rows: int) -> int:
     """Slots to add when the rectangle grows: about 6 %, so that the copy is rare and the waste small."""
     return min(256, max(16, rows // 16))
 
@@ -68,7 +69,7 @@ class DenseRows(Layout):
         return rows
 
     @classmethod
-    def gathered(cls, view: RowsView, slots: Tensor, counts: Tensor) -> DenseRows:
+    def gathered(cls, view: RowsView, slots: Tensor, counts: Tensor) -> Self:
         """The rows at `slots` of a view; see `keep_rows`."""
         index = slots.clamp(min=0)
         present = slots >= 0
@@ -151,7 +152,7 @@ class DenseRows(Layout):
         if rows <= capacity and not self._shared and writable(self._keys):
             return
         if rows > capacity:
-            capacity = rows + _spare_slots(rows)
+            capacity = rows + spare_slots(rows)
         self._keys = _padded(self._keys[:, :, : self._rows], capacity)
         self._values = _padded(self._values[:, :, : self._rows], capacity)
         self._positions = _padded(self._positions[:, :, : self._rows], capacity, fill=-1)
@@ -169,14 +170,14 @@ class DenseRows(Layout):
         result._shared = self._shared
         return result
 
-    def select_batch(self, indices: Tensor) -> DenseRows:
+    def select_batch(self, indices: Tensor) -> Self:
         def pick(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, indices.to(tensor.device))
 
         lengths = pick(self.lengths)
         rows = int(lengths.max()) if lengths.numel() else 0  # fewer than before when the longest row leaves
         columns = {name: pick(column[:, :, :rows]) for name, column in self._columns.items()}
-        return DenseRows(pick(self._keys), pick(self._values), pick(self._positions), lengths, columns)
+        return type(self)(pick(self._keys), pick(self._values), pick(self._positions), lengths, columns)
 
     def with_columns(self, columns: Columns) -> DenseRows:
         self._columns = columns

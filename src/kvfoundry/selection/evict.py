@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,12 +36,12 @@ def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor, leav
     if method.granularity == "query_head" and evidence.groups > 1:
         layout = layout.expanded_heads(evidence.groups)
         view = layout.view()
-        evidence = replace(evidence, rows=view)
+        evidence = replace(evidence, rows=view, memo=None)
     if method.block is None:
         slots, counts, scores = _chosen(method, evidence, rows)
     else:
         slots, counts = _chosen_by_block(method, evidence, rows, method.block)
-        scores = method.score(evidence)
+        scores = _scores(method, evidence)
     if bool((counts >= view.lengths).all()):
         return unchanged
     if method.dispose is not None:
@@ -53,10 +54,9 @@ def evict(method: Method, layout: Layout, evidence: Evidence, rows: Tensor, leav
 
 def _chosen(method: Method, evidence: Evidence, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Slots of the rows that stay [batch, heads, widest], how many per head [batch, heads], and their scores."""
-    assert method.score is not None
     view = evidence.rows
     protected = method.protect.mask(view, evidence.seen, rows)
-    scores = method.score(evidence)
+    scores = _scores(method, evidence)
     if method.unit is None:
         counts = method.heads.allocate(scores, evidence, rows, protected)
     else:
@@ -64,6 +64,12 @@ def _chosen(method: Method, evidence: Evidence, rows: Tensor) -> tuple[Tensor, T
     if method.refine is not None:
         scores = method.refine(scores, evidence, counts, protected)
     return method.choose(scores, evidence, counts, protected), counts, scores
+
+
+def _scores(method: Method, evidence: Evidence) -> Tensor:
+    assert method.score is not None
+    key = "scores", method.score, method.granularity, method.group
+    return evidence.once(key, partial(method.score, evidence))
 
 
 def _chosen_by_block(method: Method, evidence: Evidence, rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -88,7 +94,7 @@ def _chosen_by_block(method: Method, evidence: Evidence, rows: Tensor, block: in
         present = (slots >= 0).sum(dim=-1).cpu()
         slots = slots[..., : int(present.max())]
         candidates = DenseRows.gathered(view, slots, present).view()
-        chosen, counts, _ = _chosen(method, replace(evidence, rows=candidates), rows)
+        chosen, counts, _ = _chosen(method, replace(evidence, rows=candidates, memo=None), rows)
         slots = slots.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
         entered = upto
     return slots, counts

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,11 @@ Granularity = Literal["kv_head", "query_head"]
 # What a score remembers of a sequence beside its rows: name -> [batch, ...].
 Summary = dict[str, Tensor]
 
+# What several methods that look at one call of one layer need not compute twice: key -> (query of the call, result).
+Memo = dict[Hashable, tuple[Tensor, Any]]
+
+Found = TypeVar("Found")
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -35,6 +41,7 @@ class Evidence:
     rope: the layer's rotary embedding when the score asks for it. module: the model's attention module, None when the
         tensors were fed by hand.
     summary: what the score's `summary` returned for this call. decoding: this call comes after the prompt.
+    memo: shared by the methods that look at this very call, None for a single one and for rows of a method's own.
     """
 
     query: Tensor
@@ -53,6 +60,20 @@ class Evidence:
     granularity: Granularity = "kv_head"
     summary: Summary = field(default_factory=dict)
     decoding: bool = False
+    memo: Memo | None = None
+
+    def once(self, key: Hashable, compute: Callable[[], Found]) -> Found:
+        """What `compute` returns, from the memo where a method with the same key was here before.
+
+        The key names what is computed and everything in which methods may differ; results are never written to.
+        """
+        if self.memo is None:
+            return compute()
+        whole = (key, id(self.query))
+        if whole not in self.memo:
+            self.memo[whole] = self.query, compute()  # with its query, so that no other takes its id
+        found: Found = self.memo[whole][1]
+        return found
 
     @property
     def groups(self) -> int:
@@ -73,6 +94,9 @@ class Evidence:
 
         Exactly the model's own attention (scaling, soft-cap, sinks, causality). Queries that are padding weigh nothing.
         """
+        return self.once(("window_attention", self.window_positions.shape[1]), self._window_attention)
+
+    def _window_attention(self) -> Tensor:
         visibility = Visibility(
             self.window_positions,
             self.rows.positions,
@@ -93,6 +117,9 @@ class Evidence:
     @cached_property
     def newest_attention(self) -> Tensor:
         """Softmax weights of each sequence's newest query of this call over all rows: [batch, query_heads, rows]."""
+        return self.once("newest_attention", self._newest_attention)
+
+    def _newest_attention(self) -> Tensor:
         newest = (self.query_positions >= 0).sum(dim=1, keepdim=True).clamp(min=1) - 1
         index = newest[:, None, :, None].expand(-1, self.query.shape[1], -1, self.query.shape[3])
         visibility = self.reading.visibility(
@@ -110,6 +137,9 @@ class Evidence:
     @cached_property
     def column_sums(self) -> Tensor:
         """Attention mass that this call's queries spent on every row: [batch, query_heads, rows], float32."""
+        return self.once("column_sums", self._column_sums)
+
+    def _column_sums(self) -> Tensor:
         visibility = self.reading.visibility(
             self.query_positions, self.rows.positions, own=self.own, complete=bool(self.rows.valid.all())
         )

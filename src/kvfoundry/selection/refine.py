@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from kvfoundry.devices import weight_of
 from kvfoundry.errors import UnsupportedModelError
 from kvfoundry.selection.evidence import Evidence
 
@@ -52,7 +54,7 @@ class ProjectedValues(Refinement):
         sure = (counts.double() * self.first).long().clamp(min=1).to(scores.device)[..., None]
         places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
         decided = torch.zeros_like(protected).scatter(-1, order, places < sure)
-        refined = (scores + self.epsilon) * self._norms(evidence)
+        refined = (scores + self.epsilon) * evidence.once("projected_values", partial(self._norms, evidence))
         return refined.masked_fill(decided, torch.inf)
 
     def _norms(self, evidence: Evidence) -> Tensor:
@@ -90,8 +92,7 @@ def _output_weight(module: nn.Module | None, inputs: int) -> Tensor:
             f"{type(module).__name__} has no output projection named {', '.join(_OUTPUT_PROJECTIONS)}, "
             "which critical selection needs."
         )
-    weight = projection.weight
-    assert isinstance(weight, Tensor)
+    weight = weight_of(projection)
     if type(projection).__name__ == "Conv1D":  # GPT-2 stores its weight transposed
         weight = weight.t()
     if weight.dim() != 2 or weight.shape[1] != inputs or not weight.is_floating_point():
@@ -99,4 +100,4 @@ def _output_weight(module: nn.Module | None, inputs: int) -> Tensor:
             f"{type(module).__name__}: its output projection does not read {inputs} value channels in plain floats, "
             "which critical selection needs."
         )
-    return weight.detach()
+    return weight

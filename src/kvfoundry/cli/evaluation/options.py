@@ -39,6 +39,26 @@ class EvalOptions(PlaygroundWords):
     hide_question: Annotated[
         bool, typer.Option("--hide-question", help="Methods act before they see the question, as on a stored document.")
     ] = False
+    together: Annotated[
+        int,
+        typer.Option(
+            "--together",
+            help="So many methods at a time read a prompt together: the same answers much faster, no times per method.",
+        ),
+    ] = 1
+    timed: Annotated[
+        int,
+        typer.Option("--timed", help="With --together: so many prompts that every method answers alone, timed."),
+    ] = 0
+    workers: Annotated[
+        str,
+        typer.Option(
+            "--workers", help="local, a number of processes, or ray (the cluster of RAY_ADDRESS, or one here)."
+        ),
+    ] = "local"
+    worker_count: Annotated[
+        int | None, typer.Option("--worker-count", help="Workers of --workers ray. (default: one per GPU, or 2)")
+    ] = None
     seed: SeedOption = 0
     out: Annotated[Path, typer.Option("--out", "--save_dir", help="Results folder.")] = Path("results")
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvfoundry.cli.evaluation.options import EvalOptions
 from kvfoundry.cli.evaluation.output import finish, progress_bar
 from kvfoundry.cli.evaluation.playground import specs
-from kvfoundry.cli.options import Interrupted, load_model, parse_budgets
+from kvfoundry.cli.options import Interrupted, parse_budgets
 
 if TYPE_CHECKING:
     from kvfoundry.evaluate.results import Line
@@ -32,13 +32,18 @@ def run_tasks(
     """
     budgets = parse_budgets(options.budgets(options.budget))
     from kvfoundry.evaluate.arms import expand_arms
+    from kvfoundry.evaluate.executors import ModelSource, worker_executor
     from kvfoundry.evaluate.results import RESULTS, check_folder, read_lines
     from kvfoundry.evaluate.runner import evaluate
+    from kvfoundry.models import outline
 
     arms = expand_arms(specs(options.method, options), budgets)
     check_folder(options.out, options.resume)  # before the model is loaded: a wrong folder is known at once
     attention = {} if options.attn_implementation is None else {"attn_implementation": options.attn_implementation}
-    model, tokenizer = load_model(options.model, options.device, options.dtype, **attention)
+    source = ModelSource(options.model, options.device, options.dtype, **attention)
+    executor = worker_executor(options.workers, options.worker_count, source)
+    # Workers load it themselves; here its config is all that is needed then.
+    model, tokenizer = source.load() if executor is None else outline(options.model)
     try:
         with progress_bar(shown=not options.as_json) as on_progress:
             outcome = evaluate(
@@ -53,8 +58,18 @@ def run_tasks(
                 chat=options.chat,
                 prefill_chunk=options.prefill_chunk,
                 hide_question=options.hide_question,
+                together=options.together,
+                timed=options.timed,
                 resume=options.resume,
-                arguments={"model": options.model, "device": options.device, "dtype": options.dtype, **attention},
+                executor=executor,
+                arguments={
+                    "model": options.model,
+                    "device": options.device,
+                    "dtype": options.dtype,
+                    "workers": options.workers,
+                    "worker_count": options.worker_count,
+                    **attention,
+                },
                 on_progress=on_progress,
             )
     except KeyboardInterrupt as error:

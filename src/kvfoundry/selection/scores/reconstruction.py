@@ -28,6 +28,11 @@ class Reconstruction:
     sinks: int = 4
     scope: Scope = "model"
 
+    @property
+    def reading(self) -> tuple[int, int, int]:
+        """What decides the pass itself; methods that agree in it can share one."""
+        return self.chunk, self.overlap, self.sinks
+
 
 @dataclass(frozen=True)
 class ReconstructionAttention(Score):

@@ -1,0 +1,71 @@
+"""Greedy decoding of many rows at once, in which a row that has ended leaves the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfoundry import compat
+from kvfoundry.cache import KVCache
+from kvfoundry.generation import until_stop
+
+# Tokens between two looks at which rows have ended, and the share of rows that must have for the rest to move together.
+_STRIDE = 8
+_ENDED = 0.25
+
+
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel,
+    cache: KVCache,
+    ids: Tensor,
+    mask: Tensor,
+    answers: Sequence[list[int]],
+    limits: Sequence[int],
+    stops: Collection[int],
+    pad: int,
+    least: int = 0,
+) -> None:
+    """Go on with the answer of every row of a cache until it stops or has as many tokens as its limit.
+
+    ids, mask: [rows, columns] of the prompts, left-padded. answers: at least the first token of each row, the only one
+    that the cache has not seen; the lists grow. stops: tokens that end an answer, where it has `least` tokens already.
+    """
+    rows = list(range(len(answers)))  # of the batch, by their number in `answers`
+    while True:
+        running = [row for row in rows if not _ended(answers[row], limits[row], stops)]
+        if not running:
+            return
+        if len(running) <= (1 - _ENDED) * len(rows):
+            index = torch.tensor([rows.index(row) for row in running])
+            cache.batch_select_indices(index)
+            rows, ids, mask = running, ids[index.to(ids.device)], mask[index.to(mask.device)]
+        done = len(answers[running[0]])  # of every running row: they grow together
+        steps = min(_STRIDE, max(limits[row] for row in running) - done)
+        given = torch.tensor([_filled(answers[row], done, pad) for row in rows], device=ids.device)
+        output = model.generate(  # type: ignore[operator]
+            torch.cat([ids, given], dim=1),
+            attention_mask=torch.cat([mask, mask.new_ones(given.shape)], dim=1),
+            **{compat.CACHE_ARGUMENT: cache},
+            max_new_tokens=steps,
+            min_new_tokens=max(0, least - done) or None,
+            do_sample=False,
+            eos_token_id=list(stops) or None,
+            pad_token_id=pad,
+        )
+        for row, tokens in zip(rows, output[:, ids.shape[1] + done :].tolist(), strict=True):
+            if row in running:
+                answers[row] += until_stop(tokens, stops)
+                del answers[row][limits[row] :]
+
+
+def _ended(answer: Sequence[int], limit: int, stops: Collection[int]) -> bool:
+    return len(answer) >= limit or answer[-1] in stops
+
+
+def _filled(answer: Sequence[int], length: int, pad: int) -> list[int]:
+    """What is fed of a row that has ended stands for nothing; it only has to be as long as the others."""
+    return [*answer[:length], *[pad] * (length - len(answer))]

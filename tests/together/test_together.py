@@ -1,0 +1,107 @@
+"""Methods that read a prompt together, and decode in common batches, give what each gives alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from laws.support import METHODS, small_spec
+from tiny_models import random_ids
+
+import kvfoundry
+from kvfoundry.errors import CacheStateError, DataError, UnsupportedModelError
+from kvfoundry.generation import Generation
+
+TIMES = ("ttft_seconds", "ms_per_token", "seconds")
+
+
+def words(tokens: int, seed: int) -> str:
+    return " ".join(f"w{i}" for i in random_ids(tokens, seed=seed).tolist())
+
+
+PROMPTS = [words(40, 1), words(17, 2), words(29, 3)]
+
+
+def timeless(generations: list[Generation]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in asdict(found).items() if name not in TIMES} for found in generations]
+
+
+def apart(model, tokenizer, prompts, methods, limits, **options) -> list[list[Generation]]:
+    return [
+        kvfoundry.generate(model, tokenizer, prompts, method, limits, details=True, do_sample=False, **options)
+        for method in methods
+    ]
+
+
+# Three budgets of every registered name: one that all prompts exceed, a share, and one that the short prompt is within.
+BUDGETS = (8, 12, 0.5, 20)
+SPECS = {name: list(dict.fromkeys(small_spec(name, budget) for budget in BUDGETS)) for name in METHODS}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_together_is_what_each_gives_alone(name, family, tiny_model, tokenizer):
+    model = tiny_model(family)
+    specs = [*SPECS[name], "fullkv", "snapkv(budget=12, window=4)"]
+    found = kvfoundry.generate_together(model, tokenizer, PROMPTS, specs, 12)
+    for spec, together, alone in zip(specs, found, apart(model, tokenizer, PROMPTS, specs, 12), strict=True):
+        assert timeless(together) == timeless(alone), spec
+
+
+def test_a_question_that_methods_may_not_see_comes_after_them(tiny_model, tokenizer):
+    model, specs = (
+        tiny_model("llama"),
+        ["fullkv", "snapkv(budget=8, window=4)", "h2o(budget=8, window=4)", "kvzip(budget=8, chunk=8)"],
+    )
+    found = kvfoundry.generate_together(model, tokenizer, PROMPTS, specs, 6, hold_back=5)
+    alone = apart(model, tokenizer, PROMPTS, specs, 6, hold_back=5)
+    assert [timeless(answers) for answers in found] == [timeless(answers) for answers in alone]
+
+
+def test_every_answer_has_its_own_longest_and_rows_are_split_where_they_are_too_many(tiny_model, tokenizer):
+    model, specs = tiny_model("llama"), ["fullkv", "snapkv(budget=8, window=4)", "keydiff(budget=9)"]
+    found = kvfoundry.generate_together(model, tokenizer, PROMPTS, specs, [3, 9, 5], rows=3, min_new_tokens=9)
+    for of_method in found:
+        assert [generation.new_tokens for generation in of_method] == [3, 9, 5]
+        assert all(generation.ttft_seconds is None and generation.ms_per_token is None for generation in of_method)
+    whole = kvfoundry.generate_together(model, tokenizer, PROMPTS, specs, [3, 9, 5], min_new_tokens=9)
+    assert [timeless(answers) for answers in found] == [timeless(answers) for answers in whole]
+
+
+def test_a_shared_prompt_is_read_in_one_call(tiny_model):
+    model = tiny_model("llama")
+    prompt = kvfoundry.SharedPrompt(model, ["fullkv", "snapkv(budget=8, window=4)"])
+    ids = random_ids(20, seed=1)[None]
+    with torch.inference_mode():
+        model(ids, past_key_values=prompt)
+        assert prompt.nbytes == 0 and [cache.seen_tokens for cache in prompt.caches] == [20, 20]
+        assert prompt.caches[1].nbytes < prompt.caches[0].nbytes
+        with pytest.raises(CacheStateError, match="one call"):
+            model(ids, past_key_values=prompt)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"max_new_tokens": [1, 2]}, DataError, "2 max_new_tokens for 3 prompts"),
+        ({"answer_prefix": ["a"]}, DataError, "1 answer prefixes for 3 prompts"),
+        ({"hold_back": 17}, DataError, "leaves nothing"),
+        ({"max_new_tokens": 10**6}, DataError, "limited to"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(given, error, says, tiny_model, tokenizer):
+    with pytest.raises(error, match=says):
+        kvfoundry.generate_together(tiny_model("llama"), tokenizer, PROMPTS, ["fullkv"], **given)
+
+
+def test_beams_of_a_generation_config_are_refused(tiny_model, tokenizer):
+    model = tiny_model("llama")
+    before = model.generation_config.num_beams
+    model.generation_config.num_beams = 2
+    try:
+        with pytest.raises(UnsupportedModelError, match="num_beams"):
+            kvfoundry.generate_together(model, tokenizer, PROMPTS, ["fullkv"], 2)
+    finally:
+        model.generation_config.num_beams = before
