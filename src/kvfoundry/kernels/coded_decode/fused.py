@@ -33,7 +33,7 @@ from kvfoundry.kernels.triton_support import (
     triton,
 )
 
-DEFAULT = Tuning(block=32, warps=1, stages=3, programs=16)
+DEFAULT = Tuning(block=32, warps=1, stages=3, programs=8)
 
 # How a decoded number follows from its code: code * scale + minimum, (code - zero) * scale, float8 * scale.
 _MINIMUM, _ZERO, _FLOAT8 = 0, 1, 2
