@@ -431,10 +431,11 @@ def run_coded(board: Board) -> None:
 
     shapes = [
         coded_decode.DEFAULT,
-        Tuning(32, 1, 3, 8),
+        Tuning(32, 1, 3, 16),
+        Tuning(32, 1, 3, 32),
+        Tuning(32, 1, 4, 8),
+        Tuning(32, 1, 2, 8),
         Tuning(32, 2, 3, 8),
-        Tuning(32, 1, 2, 24),
-        Tuning(32, 2, 2, 16),
     ]
     best: Tuning | None = None
     for name in CODES:
