@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+
+# Without a GPU, Triton kernels are interpreted; Triton looks at this when it is first imported, by whomever.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tiny_models import build, build_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 

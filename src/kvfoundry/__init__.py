@@ -18,6 +18,7 @@ _EXPORTS = {
     "MiniCachePairStore": "layouts.pair_store",
     "SharedPrompt": "together",
     "attach": "attention",
+    "blend": "blend",
     "compress_by_reconstruction": "reconstruction",
     "generate": "generation",
     "generate_together": "together",
@@ -31,6 +32,7 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    from kvfoundry import blend as blend
     from kvfoundry.attention import attach as attach
     from kvfoundry.cache import KVCache as KVCache
     from kvfoundry.chunks.chunk import ChunkKV as ChunkKV
@@ -54,8 +56,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         module = import_module(f"kvfoundry.{_EXPORTS[name]}")
-        # `methods` is a package that can be called; see its docstring.
-        value = module if name == "methods" else getattr(module, name)
+        # `methods` is a package that can be called (see its docstring), and `blend` a package of its own names.
+        value = module if name in ("methods", "blend") else getattr(module, name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'kvfoundry' has no attribute {name!r}")

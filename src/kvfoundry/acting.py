@@ -75,7 +75,23 @@ class Acting:
         else:
             self._since_eviction += turn.columns
             due = self._since_eviction >= schedule.every
-        self._remember_window(turn, keep=acts_later)
+        rows, evidence = self._observed(turn, rows, keep=acts_later)
+        kept = self._evicted(turn, rows, evidence) if due else rows
+        dropped = kept is not rows
+        if not acts_later:
+            self._window, self._summary = None, {}
+            kept, self.parked = kept.with_columns({}), self.parked.without_columns()
+        return kept, dropped
+
+    def noted(self, turn: Turn, rows: Layout) -> Layout:
+        """The rows with what the method remembers of this call; nothing is dropped."""
+        return self._observed(turn, rows, keep=True)[0]
+
+    def _observed(self, turn: Turn, rows: Layout, *, keep: bool) -> tuple[Layout, Evidence]:
+        """Remember the queries of a call and bring the statistics up to date. keep: another call comes."""
+        method = self.method
+        assert method.score is not None
+        self._remember_window(turn, keep=keep)
         evidence = self._evidence(turn, rows)
         observers = [axis for axis in (method.score, method.dispose) if axis is not None and axis.accumulates]
         if observers:
@@ -87,12 +103,7 @@ class Acting:
             key = "summary", method.score, method.granularity, method.group
             self._summary = evidence.once(key, partial(method.score.summary, evidence, self._summary))
             evidence = replace(evidence, rows=replace(evidence.rows, columns=columns), summary=self._summary)
-        kept = self._evicted(turn, rows, evidence) if due else rows
-        dropped = kept is not rows
-        if not acts_later:
-            self._window, self._summary = None, {}
-            kept, self.parked = kept.with_columns({}), self.parked.without_columns()
-        return kept, dropped
+        return rows, evidence
 
     def evicted(self, method: Method, rows: Layout, evidence: Evidence, budget: Tensor) -> Layout:
         """The rows that stay within `budget` ([batch] rows per head on average), now; the others are parked or gone."""

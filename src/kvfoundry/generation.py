@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,14 @@ from kvfoundry import compat
 from kvfoundry.cache import KVCache
 from kvfoundry.devices import input_device
 from kvfoundry.errors import DataError
+from kvfoundry.feeding import check_length, feed, with_answer_begun
 from kvfoundry.kept import Kept, kept_by_row
 from kvfoundry.method import Method
 from kvfoundry.reconstruction import compress_by_reconstruction
+
+if TYPE_CHECKING:
+    from kvfoundry.blend import Blend
+    from kvfoundry.chunks import ChunkStore
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,9 @@ class Generation:
     32-bit cache of the same prompt. kept_rows, kept_share, kept_profile: the rows of this prompt that were held when
     it ended, see `kvfoundry.kept.Kept`. Times are of the whole batch:
     ttft_seconds until the first token (and the second pass of a method that has one), ms_per_token per decode step
-    after it (0 when there was none).
+    after it (0 when there was none). reused_tokens, recomputed_tokens: of documents whose chunks were in the store, and
+    of the context that a blend computed again. store_report: hits by tier, reasons of misses, bytes and stalls of the
+    batch, see `kvfoundry.chunks.report.Report`.
     """
 
     text: str
@@ -48,6 +55,9 @@ class Generation:
     seconds: float
     notes: list[str]
     parked_bytes: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    store_report: dict[str, Any] | None = None
 
 
 def generate(
@@ -66,6 +76,12 @@ def generate(
     generation_config: GenerationConfig | None = None,
     seed: int | None = None,
     cache: KVCache | None = None,
+    documents: Sequence[str] | Sequence[Sequence[str]] | None = None,
+    store: ChunkStore | None = None,
+    blend: str | Blend = "blend()",
+    chunk_method: str | Method | None = None,
+    head: str = "",
+    namespace: str = "",
     details: bool = False,
     **options: Any,
 ) -> Any:
@@ -77,8 +93,9 @@ def generate(
     prompt in pieces of so many tokens; methods evict after each piece, so the peak stays below the full cache.
     hold_back: the method acts before it sees the last so many tokens of a prompt (its question, say), which then add
     their own rows. cache: continue on this cache (a fork() of a document's cache, say); prompts are then the text that
-    follows. streamer, generation_config, seed and further keywords (do_sample, num_beams, stop_strings, ...) are
-    transformers'.
+    follows. documents: texts in front of the prompts, one list for all or one for each; their chunks are looked up in
+    `store` and blended as `blend` says, see `kvfoundry.blend.blended_cache`, also for chunk_method, head, namespace.
+    streamer, generation_config, seed and further keywords (do_sample, num_beams, stop_strings, ...) are transformers'.
     Returns a string or a list of strings in the order of the prompts; with details=True `Generation` objects.
     Raises DataError for an empty prompt or one that does not fit the model.
     """
@@ -98,10 +115,25 @@ def generate(
         raise DataError(
             "hold_back is a number of tokens of a fresh prompt, 0 or more; a given cache has acted already."
         )
-    results: list[Generation] = []
+    if documents is not None and (cache is not None or hold_back):
+        raise DataError(
+            "documents=... makes a cache of its own in front of the prompts; leave cache and hold_back out."
+        )
+    if documents is None and store is not None:
+        raise DataError("store=... serves the chunks of documents; give documents=[...] with it.")
+    decoding = {"streamer": streamer, "generation_config": generation_config, **options}
     device = input_device(model)
     size = batch_size or max(1, len(texts))
-    for start in range(0, len(texts), size):
+    results: list[Generation] = []
+    if documents is not None:
+        from kvfoundry.blend.answering import answers_over
+
+        results = answers_over(
+            model, tokenizer, texts, documents, method, max_new_tokens, batch_size=size, chat=chat,
+            answer_prefixes=prefixes, store=store, blend=blend, chunk_method=chunk_method, head=head,
+            namespace=namespace, prefill_chunk=prefill_chunk, **decoding,
+        )  # fmt: skip
+    for start in range(0, len(texts) if documents is None else 0, size):
         batch = slice(start, start + size)
         ids, mask = encode(
             tokenizer, texts[batch], chat=chat, continued=cache is not None, answer_prefixes=prefixes[batch]
@@ -113,8 +145,7 @@ def generate(
             raise DataError(f"hold_back={hold_back} leaves nothing of a prompt of {int(mask.sum(dim=1).min())} tokens.")
         results += generate_ids(
             model, tokenizer, ids.to(device), mask.to(device), method, max_new_tokens,
-            cache=cache, prefill_chunk=prefill_chunk, hold_back=hold_back, streamer=streamer,
-            generation_config=generation_config, **options,
+            cache=cache, prefill_chunk=prefill_chunk, hold_back=hold_back, **decoding,
         )  # fmt: skip
     answers = results if details else [result.text for result in results]
     return answers[0] if single and len(answers) == 1 else answers
@@ -153,7 +184,7 @@ def read_prompt(
 ) -> None:
     """Read a whole left-padded prompt [batch, tokens] into a fresh cache; its method has acted when this returns."""
     cache.expect_prompt(ids.shape[1])
-    _feed(model, ids, mask, cache, prefill_chunk or ids.shape[1], ids.shape[1])
+    feed(model, ids, mask, cache, prefill_chunk or ids.shape[1], ids.shape[1])
     if cache.method.reconstructs is not None:
         compress_by_reconstruction(model, tokenizer, cache, ids, mask)
 
@@ -194,28 +225,9 @@ def _encode_one(
             raise DataError("chat=True, but the tokenizer has no chat template; use chat=False.")
         turn = [{"role": "user", "content": text}]
         text = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
-    if answer_prefix:
-        # A template that ends in white space has said already that the answer begins here.
-        text += answer_prefix.lstrip() if text[-1:].isspace() else answer_prefix
+    text = with_answer_begun(text, answer_prefix)
     # What is too long is refused by check_length, not warned of.
     return list(tokenizer(text, add_special_tokens=not chat and not continued, verbose=False)["input_ids"])
-
-
-def position_limit(model: PreTrainedModel) -> int | None:
-    """The number of positions that the model was made for; None where its config names none."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
-
-
-def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int, what: str) -> None:
-    """Raise DataError when prompt and answer together need more positions than the model was made for."""
-    limit = position_limit(model)
-    if limit is not None and prompt_tokens + max_new_tokens > limit:
-        raise DataError(
-            f"{what} has {prompt_tokens} tokens and asks for {max_new_tokens} more, "
-            f"but the model is limited to {limit} positions; "
-            f"shorten it to at most {max(limit - max_new_tokens, 0)} tokens or ask for fewer new tokens."
-        )
 
 
 @dataclass(frozen=True)
@@ -285,6 +297,7 @@ def generate_ids(
     max_new_tokens: int,
     *,
     cache: KVCache | None = None,
+    context: tuple[Tensor, Tensor] | None = None,
     prefill_chunk: int | None = None,
     hold_back: int = 0,
     streamer: Any = None,
@@ -293,7 +306,8 @@ def generate_ids(
 ) -> list[Generation]:
     """`generate` for one batch whose token ids are made already: left-padded, [batch, tokens], on the model's device.
 
-    The caller has seen to it that prompts and answers fit the model.
+    context: ids and mask of what a given cache has seen, where it is a batch or its method repeats it. The caller has
+    seen to it that prompts and answers fit the model.
     """
     started = time.perf_counter()
     cache = KVCache(model, method) if cache is None else cache
@@ -302,18 +316,18 @@ def generate_ids(
         cache.expect_prompt(ids.shape[1] - hold_back)
     if past:
         # transformers cuts the ids of the whole text down to what the cache has not seen; the cut part is never read.
-        ids = torch.cat([ids.new_zeros(ids.shape[0], past), ids], dim=1)
-        mask = torch.cat([mask.new_ones(mask.shape[0], past), mask], dim=1)
+        seen = context or (ids.new_zeros(ids.shape[0], past), mask.new_ones(mask.shape[0], past))
+        ids, mask = (torch.cat(parts, dim=1) for parts in zip(seen, (ids, mask), strict=True))
     if hold_back:
         read = ids.shape[1] - hold_back
-        _feed(model, ids, mask, cache, prefill_chunk or read, read)
+        feed(model, ids, mask, cache, prefill_chunk or read, read)
         if method.reconstructs is not None:
             compress_by_reconstruction(model, tokenizer, cache, ids[:, :read], mask[:, :read])
     elif prefill_chunk is not None:
         # The last piece goes in together with the first new token.
-        _feed(model, ids, mask, cache, prefill_chunk, past + (ids.shape[1] - past - 1) // prefill_chunk * prefill_chunk)
+        feed(model, ids, mask, cache, prefill_chunk, past + (ids.shape[1] - past - 1) // prefill_chunk * prefill_chunk)
     clock = _Clock(cache, ids.device)
-    repeats = method.reconstructs is not None and not past and not hold_back
+    repeats = method.reconstructs is not None and not hold_back and (not past or context is not None)
     second_pass = [_Reconstruct(model, tokenizer, cache, ids, mask)] if repeats else []
     criteria = StoppingCriteriaList([*second_pass, clock, *(options.get("stopping_criteria") or [])])
     options = {name: value for name, value in options.items() if name != "stopping_criteria"}
@@ -381,17 +395,6 @@ def generations(
             )
         )
     return results
-
-
-def _feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: KVCache, chunk: int, end: int) -> None:
-    """The columns that the cache has not seen yet, up to `end`, in pieces of `chunk`."""
-    for start in range(cache.seen_tokens, end, chunk):
-        stop = min(start + chunk, end)
-        positions = (mask[:, :stop].cumsum(dim=1) - 1).clamp(min=0)[:, start:stop]
-        model(
-            ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions,
-            use_cache=True, logits_to_keep=1, **{compat.CACHE_ARGUMENT: cache},
-        )  # fmt: skip
 
 
 def stop_tokens(model: PreTrainedModel, generation_config: GenerationConfig | None = None) -> int | list[int] | None:

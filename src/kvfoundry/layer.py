@@ -70,6 +70,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         # Called in place of eviction while set; the rows of such a call are read and then forgotten.
         self.watch: Callable[[CacheLayer, Tensor, Tensor, Reading, nn.Module | None], None] | None = None
         self.pair: LayerPair | None = None  # set by the cache where the method merges two layers
+        self.keeps_whole_window = False  # a window layer keeps every row, for a text that is to be read in other places
         self._noted = 0
         self._clear()
 
@@ -242,7 +243,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         self.seen += columns
         if self.acts:
             self._act(query, positions, reading, module, own=own, in_prompt=in_prompt, columns=columns, memo=memo)
-        elif self.rule.span is not None:
+        elif self.rule.span is not None and not self.keeps_whole_window:
             self._leave_window(columns)
         if self.pair is not None:
             self.pair.after(self, prompt_open=not self.prompt.ended(self.seen))
@@ -540,18 +541,37 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         """The method's codec for rows of these widths in this layer, None without one."""
         return None if self._coding is None else self._coding.settle(head_dim, value_dim)
 
-    def hold(self, rows: Layout, tokens: int, heads: int) -> None:
-        """Begin, in an empty layer, with rows that were computed before: those of one sequence of `tokens` tokens.
+    def hold(self, rows: Layout, tokens: int, heads: int, real: Tensor | None = None) -> None:
+        """Begin, in an empty layer, with rows that were computed before: those of a sequence of `tokens` tokens.
 
-        rows: any layout with one batch row, its positions below `tokens`; memory that others read too comes as
-        `shared()`. heads: KV heads of the model. What is fed next continues that sequence.
+        rows: any layout, its positions below `tokens`; memory that others read too comes as `shared()`. heads: KV heads
+        of the model. real: [batch] tokens of every batch row, on the CPU, where they differ; shorter ones count as
+        padded on the left. What is fed next continues these sequences.
         """
         if self.rows is not None:
             raise CacheStateError("the layer has rows already; reset() the cache first.")
         self.rows, self._heads = rows, heads
-        self.seen, self.real, self._longest = tokens, torch.tensor([tokens]), tokens
+        self.real = torch.full((rows.lengths.shape[0],), tokens) if real is None else real.clone()
+        self.seen, self._longest, self._padded_to = tokens, tokens, tokens - int(self.real.min())
         self.is_initialized = True
+        if self.rule.span is not None:
+            self._leave_window(tokens)
+        elif bool((rows.lengths < self.real[:, None]).any()):
+            self.rows_lost_at = tokens
         self.note_bytes()
+
+    def look_back(self, query: Tensor, positions: Tensor, reading: Reading, module: nn.Module | None) -> None:
+        """Let the method see queries of tokens whose rows the layer holds, before the rest of the prompt comes.
+
+        query: [batch, query_heads, tokens, head_dim]; positions: [batch, tokens], ascending, -1 behind.
+        """
+        assert self.rows is not None and self.real is not None
+        if self.acts:
+            place = self.layer_idx, self.num_layers
+            turn = Turn(query, positions, reading, module, self.real, place, own=False, columns=query.shape[2],
+                        in_prompt=True, prompt_ends=False)  # fmt: skip
+            self.rows = self._acting.noted(turn, self.rows)
+            self.note_bytes()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take tokens back. Negative: that many of the newest; positive: down to that length (as transformers has it).
@@ -564,7 +584,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
         if remaining < 0:
             raise CacheStateError(f"cannot take back {-tokens_to_remove} tokens: the cache has seen {self.seen}.")
         unfinished = self.prompt.tokens is not None and not self.prompt.ended(self.seen)
-        if self.acts and (remaining < self.rows_lost_at or unfinished or self.method.schedule.every):
+        if remaining < self.rows_lost_at or (self.acts and (unfinished or self.method.schedule.every)):
             raise CacheStateError(
                 f"cannot take tokens back under {self.method}: rows of the remaining tokens are already dropped. "
                 "Use fullkv for assisted or prompt-lookup decoding, or fork() the cache before trying tokens."
@@ -629,6 +649,7 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             prompt=prompt,
             rope=self.rope,
         )
+        twin.keeps_whole_window = self.keeps_whole_window
         twin._acting, twin.reconstructed, twin.rests = self._acting.copied(), self.reconstructed, self.rests
         twin._coding = copy.copy(self._coding)
         twin._pages = None if self._pages is None else self._pages.shared()

@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
@@ -85,10 +86,15 @@ def _with_common(function: Callable[..., Piece]) -> Callable[..., Piece]:
 
 def entries() -> dict[str, MethodInfo]:
     """Every registered name, in alphabetical order. Method files are imported on the first call."""
+    _import_methods()
+    return dict(sorted(_ENTRIES.items()))
+
+
+@cache
+def _import_methods() -> None:
     package = import_module("kvfoundry.methods")
     for module in pkgutil.iter_modules(package.__path__):
         import_module(f"kvfoundry.methods.{module.name}")
-    return dict(sorted(_ENTRIES.items()))
 
 
 def entry(name: str) -> MethodInfo:

@@ -122,6 +122,22 @@ def test_plain_reads_what_attention_reads(spec: str, tiny_model: Models) -> None
 
 
 @torch.no_grad()
+def test_tokens_of_an_evicted_passage_are_not_taken_back(tiny_model: Models) -> None:
+    """What follows can be taken back; the passage itself cannot, once rows of it are gone."""
+    model, ids = tiny_model("llama"), random_ids(1, 40)
+    kept = ChunkKV.from_cache(cache_of(model, ids, "snapkv(budget=20, window=8)"), ids).to_cache(model)
+    before = kept.layers[0].keys.clone()
+    continued(model, kept, steps=3)
+    kept.crop(-8)
+    assert kept.seen_tokens == 40 and torch.equal(kept.layers[0].keys, before)
+    with pytest.raises(CacheStateError, match="already dropped"):
+        kept.crop(-1)
+    whole = ChunkKV.from_cache(cache_of(model, ids), ids).to_cache(model)
+    whole.crop(-10)
+    assert whole.seen_tokens == 30 and whole.layers[0].keys.shape[2] == 30
+
+
+@torch.no_grad()
 def test_one_row_of_a_padded_batch(tiny_model: Models) -> None:
     model = tiny_model("llama")
     ids, mask = left_padded([12, 30])

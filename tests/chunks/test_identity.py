@@ -248,6 +248,12 @@ def test_every_part_tells_entries_apart(name: str) -> None:
     )
 
 
+def test_a_chunk_that_names_another_method_than_its_identity_is_no_hit() -> None:
+    """What a store says of a chunk is never parsed unless it is what was asked for."""
+    key, odd = key_of(1), key_of(1, method="kvquant(calibration='/tmp/x')")
+    assert not key.matches(key.identity.parts, chunk_for(odd))
+
+
 def test_tokens_and_context_are_kept_apart() -> None:
     who = identity()
     keys = [who.key([1, 2, 3]), who.key([2, 3], context_ids=[1]), who.key([1, 2], context_ids=[3]), who.key([1, 2])]

@@ -18,6 +18,7 @@ import torch
 from kvfoundry.chunks import ChunkKV, ChunkStore
 from kvfoundry.chunks.chunk import ChunkLayer
 from kvfoundry.chunks.packing import Damaged, Entry, Note, pack, unpack
+from kvfoundry.chunks.pieces import checksum
 from kvfoundry.chunks.tiers.base import Tier
 from kvfoundry.chunks.tiers.disk import DiskTier
 from kvfoundry.chunks.tiers.files import FilesTier
@@ -264,6 +265,7 @@ NOTE = Note(10, 1, 8, "", "fullkv", 1.0)
     + [NOTE.dumps().replace(old, new) for old, new in [
         (b'"size": 10', b'"size": -1'), (b'"size": 10', b'"size": "10"'), (b'"size": 10', b'"size": true'),
         (b'"version": 1', b'"version": 2'), (b'"namespace": ""', b'"namespace": 3'), (b'1.0', b'"x"'),
+        (b'"namespace": ""', b'"namespace": "\\u001b[2J"'),
     ]],
 )  # fmt: skip
 def test_odd_notes_are_refused(data: bytes) -> None:
@@ -306,6 +308,6 @@ def test_a_right_checksum_over_odd_contents_is_refused(part: str) -> None:
         data = save({"token_ids": torch.arange(3)}, metadata={"a": "b"})
     else:
         data = pickle.dumps({"a": 1})
-    note = Note(len(data), zlib.crc32(data), 8, "", "fullkv", 1.0)
+    note = Note(len(data), checksum(bytes(data)), 8, "", "fullkv", 1.0)
     with pytest.raises(Damaged, match="no chunk"):
         unpack(entry.id, note, bytes(data))

@@ -82,8 +82,9 @@ class Claim:
     "pages" (what a decode step reads), "one step" (values and attention of one merge), "events" (a tiny model, merges
     in decode), "decoding" (a tiny model, evictions in decode), "codes" (rows under a codec, or its flow through prefill
     and decode), "plain codes" (every mode of int2, int4 and int8), "element groups" (groups of single elements),
-    "kvquant" or "gear" (rows of numbers), "channels" and "channels of a model" (pruned keys), or "layer pair" (rows of
-    two layers). scores: the recorded ranking tensor; lowest: it ranks what goes first, so the smallest stay.
+    "kvquant" or "gear" (rows of numbers), "channels" and "channels of a model" (pruned keys), "layer pair" (rows of
+    two layers), or "blend" (chunks of a recorded model). scores: the recorded ranking tensor; lowest: it ranks what
+    goes first, so the smallest stay.
     inject: the recorded scores are random draws, to be given. merged: which of keys and values are more than copies.
     draws: the recorded draws of a merge as uniform numbers [1, heads, tokens], made for the first batch row.
     unlike: the reason why a case cannot be reproduced, a known fault of the reference, or None.
@@ -92,7 +93,7 @@ class Claim:
 
     driver: Literal["tensors", "positions", "steps", "model", "selector", "pages", "one step", "events", "decoding",
                     "codes", "plain codes", "element groups", "kvquant", "gear",
-                    "channels", "channels of a model", "layer pair"]  # fmt: skip
+                    "channels", "channels of a model", "layer pair", "blend"]  # fmt: skip
     recipe: Callable[[Parameters, int], Recipe]
     scores: str = "scores"
     lowest: bool = False
@@ -101,6 +102,13 @@ class Claim:
     draws: Callable[[Case, int], Tensor] | None = None
     normals: bool = False
     unlike: Callable[[dict[str, Any]], str | None] = lambda entry: None
+
+
+def _cacheblend(p: Parameters, tokens: int) -> Recipe:
+    p.without_effect("model", "model_seed", "layers", "heads", "kv_heads", "hidden")  # the recorded model has them
+    p.without_effect("chunk_lengths", "suffix_length", "chunks_prefilled_with_bos", "total_tokens", "context_tokens")
+    p.without_effect("recompute_ratios", "greedy_steps")  # the driver goes through them
+    return Recipe(f"check={p.take('check_layer')}")
 
 
 def recipe_for(case: Case, claim: Claim, tokens: int) -> Recipe:
@@ -598,6 +606,7 @@ def _minicache(p: Parameters, tokens: int) -> Recipe:
 
 
 CLAIMS: dict[Key, Claim] = {
+    ("blend", "cacheblend"): Claim("blend", _cacheblend),
     ("eviction", "kvcache_factory", "think"): Claim("channels", _factory_think),
     ("eviction", "papers", "think"): Claim("channels", _factory_think),
     ("eviction", "kvpress", "composed"): Claim("channels of a model", _press_composed),

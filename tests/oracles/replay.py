@@ -20,7 +20,7 @@ from .mapping import Claim, Recipe, Unmapped, recipe_for
 
 def replay(case: Case, claim: Claim) -> None:
     """Run the case with the driver of its claim; AssertionError names the first difference."""
-    from . import channels, codes, gear, kvquant, layer_pairs, merges, pages, selectors
+    from . import blends, channels, codes, gear, kvquant, layer_pairs, merges, pages, selectors
 
     drivers = {"tensors": _tensors, "positions": _positions, "steps": _steps, "model": _model}
     drivers |= {"selector": selectors.replay, "pages": pages.replay}
@@ -28,7 +28,7 @@ def replay(case: Case, claim: Claim) -> None:
     drivers |= dict.fromkeys(("plain codes", "codes", "element groups"), codes.replay)
     drivers |= {"kvquant": kvquant.replay, "gear": gear.replay}
     drivers |= {"channels": channels.replay_tensors, "channels of a model": channels.replay_model}
-    drivers |= {"layer pair": layer_pairs.replay}
+    drivers |= {"layer pair": layer_pairs.replay, "blend": blends.replay}
     drivers[claim.driver](case, claim)
 
 

@@ -136,7 +136,7 @@ class ChunkKey:
 
     def matches(self, parts: Mapping[str, str], chunk: ChunkKV) -> bool:
         """Whether a stored chunk is this one: every part of the identity and every token id."""
-        return dict(parts) == dict(self.identity.parts) and self._holds(chunk)
+        return dict(parts) == dict(self.identity.parts) and self._holds(chunk) and self._made_so(chunk)
 
     def _holds(self, chunk: ChunkKV) -> bool:
         return (
@@ -145,15 +145,20 @@ class ChunkKey:
             and chunk.start == len(self.context_ids)
         )
 
+    def _made_so(self, chunk: ChunkKV) -> bool:
+        made = chunk.method, str(chunk.dtype).removeprefix("torch.")
+        return made == (self.identity.parts["method"], self.identity.parts["dtype"])
+
     def check(self, chunk: ChunkKV) -> None:
         """DataError unless the chunk is what this key names."""
         parts = self.identity.parts
         if not self._holds(chunk):
             raise DataError("the chunk holds other tokens than its key names, or at another place.")
-        if chunk.method != parts["method"]:
-            raise DataError(f"the chunk was read under {chunk.method}, and its key names {parts['method']}.")
-        if str(chunk.dtype).removeprefix("torch.") != parts["dtype"]:
-            raise DataError(f"the rows of the chunk are {chunk.dtype}, and its key names {parts['dtype']}.")
+        if not self._made_so(chunk):
+            raise DataError(
+                f"the chunk was read under {chunk.method} in {chunk.dtype}, and its key names {parts['method']} in "
+                f"{parts['dtype']}."
+            )
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import save
 
 from kvfoundry.chunks.chunk import ChunkKV
 from kvfoundry.chunks.fields import text, whole_number
+from kvfoundry.chunks.pieces import Bytes, Header, Source, checksum, tensors_of
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.layouts.base import owned
 
@@ -25,6 +24,8 @@ VERSION = 1
 # Longest note that is read: identities are a few hundred bytes.
 NOTE_LIMIT = 1 << 16
 _HEAD = "kvfoundry"
+# What is raised over contents that nobody here has written.
+_ODD = (KVFoundryError, KeyError, TypeError, ValueError, AttributeError, RecursionError)
 
 
 class Damaged(Exception):
@@ -80,7 +81,10 @@ class Note:
                 raise Damaged(f"version {version!r:.20}, and this is version {VERSION}")
             counts = (whole_number(held[name], 0) for name in ("size", "checksum", "tokens"))
             size, checksum, tokens = counts
-            return cls(size, checksum, tokens, text(held["namespace"]), text(held["method"]), float(held["written"]))
+            namespace, method = text(held["namespace"]), text(held["method"])
+            if not (namespace + method).isprintable():
+                raise ValueError("control characters")
+            return cls(size, checksum, tokens, namespace, method, float(held["written"]))
         except (KVFoundryError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise Damaged("its note cannot be read") from error
 
@@ -91,33 +95,39 @@ def pack(entry: Entry) -> tuple[Note, bytes]:
     head = {"id": entry.id, "identity": dict(entry.identity), "chunk": entry.chunk.metadata()}
     data = save(tensors, metadata={_HEAD: json.dumps(head)})
     parts = entry.identity
-    note = Note(len(data), zlib.crc32(data), entry.tokens, parts["namespace"], parts["method"], time.time())
+    note = Note(len(data), checksum(data), entry.tokens, parts["namespace"], parts["method"], time.time())
     return note, data
 
 
-def unpack(name: str, note: Note, data: bytes) -> Entry:
+def unpack(name: str, note: Note, source: bytes | Source) -> Entry:
     """The entry in a file that was stored under the id `name`; Damaged when anything about it is odd."""
-    if len(data) != note.size:
-        raise Damaged(f"{len(data)} bytes instead of {note.size}")
-    if zlib.crc32(data) != note.checksum:
+    source = Bytes(source) if isinstance(source, bytes) else source
+    if source.size != note.size:
+        raise Damaged(f"{source.size} bytes instead of {note.size}")
+    try:
+        header = Header.of(source)
+        tensors, found = tensors_of(source, header)
+    except _ODD as error:
+        whole = bytearray(source.size)
+        source.fill(0, memoryview(whole))
+        if checksum(bytes(whole)) != note.checksum:
+            raise Damaged("its checksum differs") from error
+        raise Damaged(f"it holds no chunk ({_said(error)})") from error
+    if found != note.checksum:
         raise Damaged("its checksum differs")
     try:
-        head = json.loads(_metadata(data)[_HEAD])
+        head = json.loads(header.metadata[_HEAD])
         identity = {text(key): text(value) for key, value in head["identity"].items()}
         if head["id"] != name:
             raise Damaged("it was stored under another id")
-        chunk = ChunkKV.from_tensors({key: owned(tensor) for key, tensor in load(data).items()}, head["chunk"])
-    except (KVFoundryError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise Damaged(f"it holds no chunk ({str(error).splitlines()[0] if str(error) else error!r:.100})") from error
+        chunk = ChunkKV.from_tensors(tensors, head["chunk"])
+    except _ODD as error:
+        raise Damaged(f"it holds no chunk ({_said(error)})") from error
     return Entry(name, identity, chunk)
 
 
-def _metadata(data: bytes) -> dict[str, Any]:
-    """The metadata of a safetensors file: the library only reads it from a path."""
-    length = int.from_bytes(data[:8], "little")
-    if not 0 < length <= len(data) - 8:
-        raise ValueError("no header")
-    return json.loads(data[8 : 8 + length])["__metadata__"]
+def _said(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else f"{error!r:.100}"
 
 
 def in_own_memory(entry: Entry, *, pinned: bool = False) -> Entry:

@@ -28,6 +28,7 @@ def read_passage(
 ) -> ChunkKV:
     """The chunk of a passage, read at once or in pieces of `piece` tokens; the method acts on the passage alone.
 
+    Window layers keep every row: in another prompt other queries come near.
     context_ids: what stands in front of it, a BOS for example; its rows are read and left behind. tokenizer: for
     methods that repeat the passage (kvzip). Raises SpecError for a method that streams or needs a tokenizer that is not
     there, DataError for an empty passage.
@@ -41,6 +42,8 @@ def read_passage(
         raise DataError("a passage without tokens leaves no rows.")
     ids = torch.cat([context, passage])[None].to(model.device)
     cache = KVCache(model, recipe)
+    for layer in cache.attention_layers:
+        layer.keeps_whole_window = True
     cache.expect_prompt(ids.shape[1])
     for part in ids.split(piece or ids.shape[1], dim=1):
         model(part, use_cache=True, logits_to_keep=1, **{compat.CACHE_ARGUMENT: cache})

@@ -52,7 +52,7 @@ def run(
     import kvfoundry
     from kvfoundry.evaluate.arms import expand_arms
     from kvfoundry.evaluate.prompts import encode_prompt, resolve_chat
-    from kvfoundry.generation import check_length
+    from kvfoundry.feeding import check_length
 
     arms = expand_arms(method or ["fullkv"], budgets)
     if stream and (as_json or len(prompts) * len(arms) > 1):

@@ -16,7 +16,7 @@ from kvfoundry import compat
 from kvfoundry.devices import input_device
 from kvfoundry.evaluate.metrics import score_answers
 from kvfoundry.evaluate.prompts import encode_prompt
-from kvfoundry.generation import check_length
+from kvfoundry.feeding import check_length
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from kvfoundry.evaluate.results import FORMAT, META, SUMMARY, Line, ResultsFolde
 from kvfoundry.evaluate.runs import read_run
 from kvfoundry.evaluate.summary import group_by, shared_prompts, summarise
 from kvfoundry.evaluate.tasks.base import MeasuredTask, Task, TaskError
-from kvfoundry.generation import check_length
+from kvfoundry.feeding import check_length
 
 
 @dataclass(frozen=True)

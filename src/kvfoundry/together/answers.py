@@ -14,7 +14,8 @@ from kvfoundry import compat
 from kvfoundry.cache import KVCache
 from kvfoundry.devices import input_device
 from kvfoundry.errors import DataError, UnsupportedModelError
-from kvfoundry.generation import Generation, Held, check_length, encode, generations, stop_tokens, until_stop
+from kvfoundry.feeding import check_length
+from kvfoundry.generation import Generation, Held, encode, generations, stop_tokens, until_stop
 from kvfoundry.method import Method
 from kvfoundry.reconstruction import compress_by_reconstruction
 from kvfoundry.together.decode import decode

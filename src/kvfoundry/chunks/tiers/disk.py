@@ -102,7 +102,8 @@ class DiskTier(Tier):
             with opened(self.root, *entry_folder(checked_id(name))) as folder:
                 try:
                     note = Note.loads(folder.read(NOTE, min(folder.size(NOTE), NOTE_LIMIT)))
-                    entry = unpack(name, note, folder.read(CHUNK, note.size))
+                    with folder.source(CHUNK, note.size) as source:
+                        entry = unpack(name, note, source)
                 except Damaged:
                     if not folder.is_in_place():
                         return None  # dropped or replaced while it was read
@@ -228,8 +229,11 @@ class DiskTier(Tier):
     def listing(self) -> Iterator[Listing]:
         with self._locked():
             self._index.sync()
-            found = list(self._index.listing())
-        yield from found
+            names = [(name, held.used) for name, held in self._index.seen()]
+        for name, used in names:
+            with suppress(Damaged, FileNotFoundError):
+                note = self._index.read_note(name)
+                yield Listing(name, note.size, note.tokens, note.namespace, note.method, used)
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from kvfoundry.chunks.packing import NOTE_LIMIT, Damaged, Note
-from kvfoundry.chunks.tiers.base import Listing, is_id
+from kvfoundry.chunks.tiers.base import is_id
 from kvfoundry.chunks.tiers.folders import opened
 
 CHUNK, NOTE = "chunk.safetensors", "entry.json"
@@ -133,15 +133,6 @@ class DiskIndex:
                 held = _files(Path(each.path))
                 note = held.get(NOTE)
                 yield each.name, Seen(room_for(*(file.st_size for file in held.values())), note.st_mtime if note else 0)
-
-    def listing(self) -> Iterator[Listing]:
-        """Entries whose note can be read."""
-        for name, held in list(self.seen()):
-            try:
-                note = self.read_note(name)
-            except (Damaged, FileNotFoundError):
-                continue
-            yield Listing(name, note.size, note.tokens, note.namespace, note.method, held.used)
 
     def read_note(self, name: str) -> Note:
         """The note of an entry; Damaged or FileNotFoundError."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 from kvfoundry.chunks.packing import Damaged
@@ -46,6 +48,30 @@ def opened(root: Path, *parts: str) -> Iterator[Folder]:
         os.close(handle)
 
 
+class FileSource:
+    """An open file that several threads read at once; a `kvfoundry.chunks.pieces.Source`."""
+
+    def __init__(self, file: FileIO, size: int):
+        self._file, self.size = file, size
+        self._seeking = threading.Lock()
+
+    def fill(self, offset: int, target: memoryview) -> None:
+        """Bytes from `offset` on into `target`; Damaged when there are not so many."""
+        at = 0
+        while at < len(target):
+            count = self._some(offset + at, target[at:])
+            if not count:
+                raise Damaged("it was cut short while it was read")
+            at += count
+
+    def _some(self, offset: int, target: memoryview) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [target], offset)
+        with self._seeking:
+            self._file.seek(offset)
+            return self._file.readinto(target) or 0
+
+
 class Folder:
     """An open folder."""
 
@@ -77,6 +103,14 @@ class Folder:
 
     def read(self, name: str, size: int) -> bytes:
         """The file, which must have `size` bytes; nothing is read of one that has another size."""
+        with self.source(name, size) as source:
+            data = bytearray(size)
+            source.fill(0, memoryview(data))
+            return bytes(data)
+
+    @contextmanager
+    def source(self, name: str, size: int) -> Iterator[FileSource]:
+        """The open file, which must have `size` bytes; Damaged when it has others, is none, or cannot be read."""
         found = self.size(name)
         if found != size:
             raise Damaged(f"{name} has {found} bytes instead of {size}")
@@ -86,8 +120,8 @@ class Folder:
                 handle = os.open(self.path / name, flags)
             else:
                 handle = os.open(name, flags, dir_fd=self._handle)
-            with os.fdopen(handle, "rb") as file:
-                return file.read(size + 1)
+            with os.fdopen(handle, "rb", buffering=0) as file:
+                yield FileSource(file, size)
         except OSError as error:
             raise Damaged(f"{name} cannot be read ({error.strerror})") from error
 

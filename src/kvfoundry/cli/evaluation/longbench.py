@@ -49,7 +49,7 @@ def longbench(
     from kvfoundry.evaluate.tasks.longbench_data import folder_source, hub_source, load_data
     from kvfoundry.evaluate.tasks.longbench_prompts import load_prompts
     from kvfoundry.evaluate.tasks.longbench_sets import choose
-    from kvfoundry.generation import position_limit
+    from kvfoundry.feeding import position_limit
 
     chosen = choose(split_commas(datasets), e)
     wording = load_prompts(prompts, chosen)

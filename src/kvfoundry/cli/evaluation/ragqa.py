@@ -27,7 +27,7 @@ def ragqa(
     from kvfoundry.evaluate.scores.extra import is_installed
     from kvfoundry.evaluate.tasks.ragqa import RagTask
     from kvfoundry.evaluate.tasks.ragqa_data import OWN_DATA, load_ragqa
-    from kvfoundry.generation import position_limit
+    from kvfoundry.feeding import position_limit
 
     samples = load_ragqa(data or OWN_DATA, skip_damaged)
     note_skipped(samples.path, samples.damaged)

@@ -22,6 +22,11 @@ class Score(ABC):
         return False
 
     @property
+    def needs_every_query(self) -> bool:
+        """True when `observe` takes the rows of a call for its tokens', so that none of them may come without query."""
+        return False
+
+    @property
     def needs_rope(self) -> bool:
         """True when the score rotates keys or queries itself: `evidence.rope` is then the layer's embedding."""
         return False

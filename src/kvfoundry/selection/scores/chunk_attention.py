@@ -28,6 +28,10 @@ class ChunkAttention(Score):
     def accumulates(self) -> bool:
         return True
 
+    @property
+    def needs_every_query(self) -> bool:
+        return True
+
     def observe(self, evidence: Evidence) -> Columns:
         rows, earlier = evidence.rows, evidence.rows.columns.get(_COLUMN)
         batch, heads, count, _ = rows.keys.shape

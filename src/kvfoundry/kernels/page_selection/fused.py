@@ -1,0 +1,268 @@
+"""Page selection in Triton: scores by two small matrix products, then a radix select in one program per head.
+
+The select needs no sort: four histograms of eight bits each find the score of the last page that is taken, and a
+running sum of the pages above it (and of the first ones equal to it) gives every page its place in the ascending table.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfoundry.errors import KVFoundryError
+from kvfoundry.kernels.page_selection.naive import Group
+from kvfoundry.kernels.triton_support import check_device, dot_precision, next_power, tl, triton
+
+# Pages that are ranked at once.
+_BLOCK = 2048
+_REDUCTIONS = {"max": 0, "mean": 1, "sum": 2}
+
+
+@triton.jit
+def _score(
+    query,
+    low,
+    high,
+    lengths,
+    scores,
+    stored_heads,
+    room,
+    q_batch,
+    q_head,
+    b_batch,
+    b_head,
+    b_page,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    owner = tl.program_id(1)
+    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.cdiv(tl.load(lengths + owner), PAGE)
+    target = scores + owner.to(tl.int64) * room + p
+    if tl.program_id(0) * BLOCK >= count:
+        tl.store(target, tl.full([BLOCK], float("-inf"), tl.float32), mask=p < room)
+        return
+    batch = (owner // stored_heads).to(tl.int64)
+    head = (owner % stored_heads).to(tl.int64)
+    m = tl.arange(0, M)
+    d = tl.arange(0, D)
+    q = tl.load(
+        query + batch * q_batch + (head * GROUP + m)[:, None] * q_head + d[None, :],
+        mask=(m < GROUP)[:, None] & (d < DIM)[None, :],
+        other=0.0,
+    )
+    at = batch * b_batch + head * b_head + p[None, :] * b_page + d[:, None]
+    # the last page is read anyway: its bounds need not be there
+    whole = (p < count - 1)[None, :] & (d < DIM)[:, None]
+    zero = tl.zeros_like(q)
+    found = tl.dot(tl.where(q > 0, q, zero), tl.load(high + at, mask=whole, other=0.0), input_precision=PRECISION)
+    found = tl.dot(tl.where(q < 0, q, zero), tl.load(low + at, mask=whole, other=0.0), found, input_precision=PRECISION)
+    if REDUCTION == 0:
+        best = tl.max(tl.where((m < GROUP)[:, None], found, float("-inf")), axis=0)
+    else:
+        best = tl.sum(found, axis=0)
+        if REDUCTION == 1:
+            best = best / GROUP
+    best = tl.where(p == count - 1, float("inf"), best)
+    tl.store(target, tl.where(p < count, best, float("-inf")), mask=p < room)
+
+
+@triton.jit
+def _keys(scores, p, count):
+    """Order-preserving integers of scores: the larger score has the larger key, and -0 is 0."""
+    score = tl.load(scores + p, mask=p < count, other=float("-inf"))
+    bits = (score + 0.0).to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def _select(
+    scores,
+    lengths,
+    table,
+    counts,
+    room,
+    PAGE: tl.constexpr,
+    BUDGET: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    owner = tl.program_id(0)
+    count = tl.cdiv(tl.load(lengths + owner), PAGE)
+    taken = tl.minimum(count, BUDGET)
+    own = scores + owner.to(tl.int64) * room
+    target = table + owner.to(tl.int64) * BUDGET
+    w = tl.arange(0, WIDTH)
+    tl.store(target + w, tl.full([WIDTH], -1, tl.int32), mask=(w >= taken) & (w < BUDGET))
+    tl.store(counts + owner, taken)
+    if taken == 0:
+        return
+
+    # the key of the last page that is taken, eight bits at a time, and how many of its equals are still wanted
+    wanted = taken
+    prefix = tl.zeros([], tl.uint32)
+    bins = tl.arange(0, 256)
+    for step in tl.static_range(4):
+        shift = 24 - 8 * step
+        histogram = tl.zeros([256], tl.int32)
+        for begin in range(0, count, BLOCK):
+            p = begin + tl.arange(0, BLOCK)
+            key = _keys(own, p, count)
+            alive = p < count
+            if step > 0:
+                alive = alive & ((key >> (shift + 8)) == (prefix >> (shift + 8)))
+            histogram += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=alive)
+        above = tl.sum(histogram, axis=0) - tl.cumsum(histogram, axis=0)  # pages in higher bins
+        inside = (above < wanted) & (above + histogram >= wanted)
+        chosen = tl.max(tl.where(inside, bins, 0), axis=0)
+        wanted -= tl.sum(tl.where(bins == chosen, above, 0), axis=0)
+        prefix |= chosen.to(tl.uint32) << shift
+    placed = 0
+    equals = 0
+    for begin in range(0, count, BLOCK):
+        p = begin + tl.arange(0, BLOCK)
+        key = _keys(own, p, count)
+        there = p < count
+        equal = (there & (key == prefix)).to(tl.int32)
+        first = equals + tl.cumsum(equal, axis=0) <= wanted
+        keep = there & ((key > prefix) | ((equal == 1) & first))
+        place = placed + tl.cumsum(keep.to(tl.int32), axis=0) - 1
+        tl.store(target + place, p, mask=keep)
+        placed += tl.sum(keep.to(tl.int32), axis=0)
+        equals += tl.sum(equal, axis=0)
+
+
+@triton.jit
+def _extend(
+    low,
+    high,
+    keys,
+    lengths,
+    stored_heads,
+    b_batch,
+    b_head,
+    b_page,
+    k_batch,
+    k_head,
+    k_row,
+    PAGE: tl.constexpr,
+    NEW: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+):
+    owner = tl.program_id(0)
+    batch = (owner // stored_heads).to(tl.int64)
+    head = (owner % stored_heads).to(tl.int64)
+    d = tl.arange(0, D)
+    inside = d < DIM
+    first = tl.load(lengths + owner) - NEW
+    base = batch * b_batch + head * b_head + d
+    begun = inside & (first % PAGE != 0)
+    smallest = tl.load(low + base + (first // PAGE) * b_page, mask=begun, other=float("inf"))
+    largest = tl.load(high + base + (first // PAGE) * b_page, mask=begun, other=float("-inf"))
+    for i in tl.static_range(NEW):
+        row = first + i
+        key = tl.load(keys + batch * k_batch + head * k_head + i * k_row + d, mask=inside, other=0.0)
+        fresh = row % PAGE == 0
+        smallest = tl.where(fresh, key, tl.minimum(smallest, key))
+        largest = tl.where(fresh, key, tl.maximum(largest, key))
+        tl.store(low + base + (row // PAGE) * b_page, smallest, mask=inside)
+        tl.store(high + base + (row // PAGE) * b_page, largest, mask=inside)
+
+
+def extend_bounds(low: Tensor, high: Tensor, keys: Tensor, lengths: Tensor, *, page: int) -> None:
+    """As `naive.extend_bounds`; lengths contiguous int32, the last dimension dense, low and high with equal strides."""
+    batch, heads, new, dim = keys.shape
+    check_device(low, high, keys, lengths)
+    if low.stride() != high.stride() or low.stride(3) != 1 or keys.stride(3) != 1:
+        raise KVFoundryError("bounds must be laid out alike, with a dense last dimension like the keys.")
+    _extend[(batch * heads,)](
+        low,
+        high,
+        keys,
+        lengths,
+        heads,
+        *low.stride()[:3],
+        *keys.stride()[:3],
+        PAGE=page,
+        NEW=new,
+        DIM=dim,
+        D=next_power(dim),
+        num_warps=1,
+    )
+
+
+def page_scores(
+    query: Tensor, low: Tensor, high: Tensor, lengths: Tensor, *, page: int, group: Group, block: int = 64
+) -> Tensor:
+    """As `naive.page_scores`; lengths contiguous int32, the last dimension dense, low and high with equal strides."""
+    batch, query_heads, dim = query.shape
+    heads, room = low.shape[1], low.shape[2]
+    check_device(query, low, high, lengths)
+    if lengths.dtype != torch.int32 or not lengths.is_contiguous():
+        raise KVFoundryError(f"lengths must be contiguous int32, got {lengths.dtype}.")
+    if low.stride() != high.stride() or low.stride(3) != 1 or query.stride(2) != 1:
+        raise KVFoundryError("bounds must be laid out alike, with a dense last dimension.")
+    scores = torch.empty(batch, heads, room, dtype=torch.float32, device=query.device)
+    _score[(triton.cdiv(room, block), batch * heads)](
+        query,
+        low,
+        high,
+        lengths,
+        scores,
+        heads,
+        room,
+        query.stride(0),
+        query.stride(1),
+        low.stride(0),
+        low.stride(1),
+        low.stride(2),
+        PAGE=page,
+        GROUP=query_heads // heads,
+        M=next_power(query_heads // heads, 16),
+        DIM=dim,
+        D=next_power(dim, 16),
+        BLOCK=block,
+        REDUCTION=_REDUCTIONS[group],
+        PRECISION=dot_precision(query.dtype),
+        num_warps=4,
+    )
+    return scores
+
+
+def best_pages(
+    scores: Tensor, lengths: Tensor, *, page: int, budget: int, most_at_once: int = _BLOCK
+) -> tuple[Tensor, Tensor]:
+    """As `naive.best_pages`; scores contiguous float32 without NaN."""
+    batch, heads, room = scores.shape
+    check_device(scores, lengths)
+    table = torch.empty(batch, heads, budget, dtype=torch.int32, device=scores.device)
+    counts = torch.empty(batch, heads, dtype=torch.int32, device=scores.device)
+    block = min(next_power(room, 16), most_at_once)
+    _select[(batch * heads,)](
+        scores,
+        lengths,
+        table,
+        counts,
+        room,
+        PAGE=page,
+        BUDGET=budget,
+        WIDTH=next_power(budget),
+        BLOCK=block,
+        num_warps=8,
+    )
+    return table, counts
+
+
+def select(
+    query: Tensor, low: Tensor, high: Tensor, lengths: Tensor, *, page: int, budget: int, group: Group = "max"
+) -> tuple[Tensor, Tensor]:
+    """As `naive.select`."""
+    scores = page_scores(query, low, high, lengths, page=page, group=group)
+    return best_pages(scores, lengths, page=page, budget=budget)
