@@ -1,0 +1,79 @@
+"""What the scheduler's side and the workers' side tell each other: plain data that can be sent to another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kvfoundry.chunks import Identity
+from kvfoundry.chunks.identity import ChunkKey
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """What of a request decides whose rows its are, beside the model. adapter: a digest of its weights; salt: vLLM's."""
+
+    adapter: str = ""
+    salt: str = ""
+
+    def identity(self, model: Identity) -> Identity:
+        """The identity of the model, for this tenant."""
+        if not self.adapter and not self.salt:
+            return model
+        return Identity({**model.parts, "adapter": self.adapter, "salt": self.salt})
+
+
+def span_key(identity: Identity, token_ids: list[int], start: int, stop: int) -> ChunkKey:
+    """The key of tokens start to stop of a prompt, behind all that stand in front of them."""
+    ids = torch.tensor(token_ids[:stop], dtype=torch.long)
+    return identity.key(ids[start:], context_ids=ids[:start])
+
+
+@dataclass(frozen=True)
+class Job:
+    """Spans of one request to load or to save.
+
+    token_ids: of the prompt, up to the end of the last span. spans: first token and the one behind the last. blocks: of
+    the request, in order. first: the first token that may be written; those before it lie in blocks of others too.
+    """
+
+    request: str
+    tenant: Tenant
+    token_ids: list[int]
+    spans: tuple[tuple[int, int], ...]
+    blocks: tuple[int, ...]
+    first: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a load brings."""
+        return self.spans[-1][1] - self.first
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step asks of the workers."""
+
+    loads: tuple[Job, ...] = ()
+    saves: tuple[Job, ...] = ()
+
+
+@dataclass(frozen=True)
+class WorkerCard:
+    """What a worker says of itself when it starts. identity: of what it stores; refusal: why it stores nothing."""
+
+    identity: Identity | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Names of entries that came into the memory of workers, and that turned out to be gone."""
+
+    new: frozenset[str] = field(default_factory=frozenset)
+    gone: frozenset[str] = field(default_factory=frozenset)
+
+    def joined(self, other: Held) -> Held:
+        """Of two workers, or of two steps."""
+        return replace(self, new=(self.new - other.gone) | other.new, gone=self.gone | other.gone)
