@@ -154,7 +154,7 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.worker is not None:
-            self.worker.start(self._work())
+            self.worker.start(self._work(), idle=getattr(forward_context, "attn_metadata", None) is None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self.worker is not None:

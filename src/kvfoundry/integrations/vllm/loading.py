@@ -57,7 +57,7 @@ class Loader:
         self._running: dict[str, Load] = {}
         self._bad: set[int] = set()
         self._gone: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock, self._ended = threading.Lock(), threading.Event()
 
     # Called by the worker's own thread.
 
@@ -81,6 +81,13 @@ class Loader:
         for name in over:
             del self._running[name]
         return over
+
+    def wait(self, seconds: float) -> None:
+        """Give the threads the processor until a load ends: a step without work would only take it from them."""
+        if self._running and not any(load.done.is_set() for load in self._running.values()):
+            self._ended.clear()
+            if not any(load.done.is_set() for load in self._running.values()):
+                self._ended.wait(seconds)
 
     def bad_blocks(self) -> set[int]:
         """Blocks that could not be filled, since the last call."""
@@ -115,6 +122,7 @@ class Loader:
             for event in load.waits.values():
                 event.set()
             load.done.set()
+            self._ended.set()
             self.counts.loaded_in(time.perf_counter() - began)
 
     def _by_span(self, load: Load) -> None:

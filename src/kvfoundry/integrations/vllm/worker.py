@@ -15,6 +15,9 @@ from kvfoundry.integrations.vllm.saving import Saver
 from kvfoundry.integrations.vllm.settings import ConnectorSettings
 from kvfoundry.integrations.vllm.stats import Counts, Numbers
 
+# Seconds that a step without work waits for a load; vLLM asks again at once.
+_PATIENCE = 0.02
+
 
 @dataclass
 class StoreWorker:
@@ -37,9 +40,11 @@ class StoreWorker:
         self.loader = Loader(*common, self.say, self.settings.workers)
         self.saver = Saver(*common, self.say, self.settings.waiting_mib << 20)
         self._in_step: list[Load] = []
+        self._idle = False
 
-    def start(self, work: Work) -> None:
-        """Begin the loads of a step."""
+    def start(self, work: Work, *, idle: bool = False) -> None:
+        """Begin the loads of a step. idle: the step computes nothing."""
+        self._idle = idle
         by_layer = self.settings.load == "layers"
         self._in_step = [load for job in work.loads if (load := self.loader.begin(job, by_layer=by_layer)).waits]
 
@@ -64,6 +69,8 @@ class StoreWorker:
         """Requests that have been loaded. over: those that vLLM has ended."""
         for request in over:
             self.loader.cancel(request)
+        if self._idle:
+            self.loader.wait(_PATIENCE)
         return self.loader.finished()
 
     def held(self) -> Held:
