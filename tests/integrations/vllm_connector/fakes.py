@@ -16,7 +16,9 @@ SHAPE = LayerShape(2, 8, 8)
 def request(name: str, tokens: int, **changed: Any) -> SimpleNamespace:
     ids = [(7 * i) % 97 for i in range(tokens)]
     held = {"mm_features": [], "prompt_embeds": None, "resumable": False, "lora_request": None, "cache_salt": None}
-    return SimpleNamespace(**{"request_id": name, "prompt_token_ids": ids, "kv_transfer_params": None, **held, **changed})
+    return SimpleNamespace(
+        **{"request_id": name, "prompt_token_ids": ids, "kv_transfer_params": None, **held, **changed}
+    )
 
 
 def output(scheduled: dict[str, int], new: list[Any] = (), cached: list[Any] = ()) -> SimpleNamespace:

@@ -67,7 +67,7 @@ def test_rows_that_are_not_finite_are_not_coded():
     bad = rows(256)
     bad[1][1][0, 3, 5] = float("inf")
     packing = Packing(checked_method("int8"), SHAPES, torch.bfloat16)
-    with pytest.raises(DataError, match="layer 1 .* not finite"):
+    with pytest.raises(DataError, match=r"layer 1 .* not finite"):
         packing.chunk(torch.arange(256), torch.empty(0, dtype=torch.long), bad)
 
 

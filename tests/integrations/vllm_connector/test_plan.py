@@ -105,7 +105,11 @@ def test_a_failed_load_is_computed_from_there_on_and_not_tried_again():
     plan.step(output({}))
     assert [job.request for job in plan.failed([blocks(300)[5]])] == ["a"]  # in the second span
     assert plan.matched(asked, 0) == 0
-    assert spans(plan.step(output({"a": 220}, new=[("a", blocks(300), 80)])).saves) == [(64, 128), (128, 192), (192, 256)]
+    assert spans(plan.step(output({"a": 220}, new=[("a", blocks(300), 80)])).saves) == [
+        (64, 128),
+        (128, 192),
+        (192, 256),
+    ]
     assert not plan.failed([1]), "a load fails once"
 
 

@@ -1,4 +1,4 @@
-"""The worker's side on caches without vLLM: what is saved by one comes into another's blocks, and what fails is told."""
+"""The worker's side on caches without vLLM: what one saves comes into another's blocks, and what fails is told."""
 
 import time
 
@@ -14,6 +14,7 @@ from .fakes import fill, layers, request
 
 SPAN, BLOCK = 64, 16
 IDENTITY = Identity({"format": "test", "namespace": "", "method": "fullkv", "dtype": "bfloat16"})
+NOBODY = Tenant()
 TOKENS = request("a", 200).prompt_token_ids
 
 
@@ -28,7 +29,7 @@ def worker(store: str, lines=None, held=None, identity=IDENTITY, **settings) -> 
     return StoreWorker(told, ChunkStore(told.tiers), Identity(method), held, BLOCK, Lines() if lines is None else lines)
 
 
-def job(blocks, stop=192, first=0, name="a", tenant=Tenant()) -> Job:
+def job(blocks, stop=192, first=0, name="a", tenant=NOBODY) -> Job:
     spans = tuple((at, at + SPAN) for at in range(first // SPAN * SPAN, stop, SPAN))
     return Job(name, tenant, TOKENS[:stop], spans, tuple(blocks[: stop // BLOCK]), first)
 

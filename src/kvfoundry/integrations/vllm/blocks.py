@@ -32,7 +32,7 @@ class LayerBlocks(ABC):
         content = shape.key_dim + shape.value_dim
         if cache.dim() != 4 or cache.shape[1] != shape.heads or cache.shape[3] != content:
             raise UnsupportedModelError(
-                f"a cache of shape {list(cache.shape)} does not hold {shape.heads} heads of {content} numbers per token."
+                f"a cache of shape {list(cache.shape)} does not hold {shape.heads} heads of {content} numbers a token."
             )
         if not cache.dtype.is_floating_point or cache.dtype.itemsize < 2:
             raise UnsupportedModelError(f"a cache in {cache.dtype} is not served; use --kv-cache-dtype auto.")

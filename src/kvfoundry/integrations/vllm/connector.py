@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from kvfoundry.chunks import ChunkStore, Identity
 from kvfoundry.chunks.search import asked
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.integrations.vllm.identity import served_identity, shard_name
-from kvfoundry.integrations.vllm.messages import Held, Tenant, WorkerCard, Work, span_key
+from kvfoundry.integrations.vllm.messages import Held, Tenant, Work, WorkerCard, span_key
 from kvfoundry.integrations.vllm.metrics import StoreMetrics, StoreNumbers
 from kvfoundry.integrations.vllm.opening import check_groups, check_parallel, opened_layers
 from kvfoundry.integrations.vllm.plan import Planner
@@ -41,6 +42,8 @@ logger = init_logger("vllm.kvfoundry")
 
 # Names of entries in the memory of workers that the scheduler remembers.
 _REMEMBERED = 1 << 18
+# A name that no entry has.
+_NOBODY = "0" * 64
 
 
 @dataclass
@@ -64,7 +67,7 @@ class StepNews(KVConnectorWorkerMetadata):
     held: Held
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        return StepNews(self.held.joined(other.held))  # type: ignore[attr-defined]
+        return StepNews(self.held.joined(other.held))
 
 
 def say(line: str) -> None:
@@ -82,9 +85,8 @@ def opened(config: Any) -> ChunkStore | None:
         say(f"serving without the store: {error}")
         return None
     for tier in store.tiers:
-        if asked(tier, lambda tier=tier: tier.holds("0" * 64), None) is None:  # type: ignore[misc]
-            reason = tier.counters.problems[-1] if tier.counters.problems else "it does not answer"
-            say(f"a tier of the store is away, and requests are computed until it is back: {reason}")
+        if asked(tier, partial(tier.holds, _NOBODY), otherwise=True) and tier.counters.problems:
+            say(f"a tier is away, and requests are computed until it is back: {tier.counters.problems[-1]}")
     return store
 
 

@@ -1,7 +1,7 @@
 """Whose rows are they, in a vLLM server: what of its settings decides keys and values, as an `Identity` of the store.
 
-As with `Identity.of` a hit compares every part. Rows of kvfoundry's own caches have other parts and are never mixed with
-these. Left out is what does not decide: attention back end, block size, memory, host, day and the checkpoint's path.
+As with `Identity.of` a hit compares every part. Rows of kvfoundry's own caches have other parts and are never mixed
+with these. Left out is what does not decide: attention back end, block size, memory, host, day, path of the checkpoint.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from kvfoundry.chunks.identity import ChunkKey
 
 @dataclass(frozen=True)
 class Tenant:
-    """What of a request decides whose rows its are, beside the model. adapter: a digest of its weights; salt: vLLM's."""
+    """What of a request decides whose rows its are, beside the model. adapter: a digest of it; salt: vLLM's."""
 
     adapter: str = ""
     salt: str = ""

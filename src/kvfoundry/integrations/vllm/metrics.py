@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import Counter
@@ -31,6 +31,8 @@ _COUNTERS = {
 @dataclass
 class StoreNumbers(KVConnectorStats):
     """Numbers of one interval, from the scheduler and all workers."""
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     def reset(self) -> None:
         self.data = {}

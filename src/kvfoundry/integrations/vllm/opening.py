@@ -19,23 +19,32 @@ from kvfoundry.integrations.vllm.blocks import (
 )
 from kvfoundry.integrations.vllm.packing import LayerShape
 
-HYBRID_REMEDY = "start vLLM with --disable-hybrid-kv-cache-manager where its layers are full and sliding-window attention"
+HYBRID_REMEDY = (
+    "start vLLM with --disable-hybrid-kv-cache-manager where its layers are full and sliding-window attention"
+)
 
 
 def check_groups(kv_cache_config: Any) -> None:
     """UnsupportedModelError unless all layers keep every token, in one group of blocks."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
-        raise UnsupportedModelError(f"its layers keep different tokens ({len(groups)} groups of blocks); {HYBRID_REMEDY}.")
+        raise UnsupportedModelError(
+            f"its layers keep different tokens ({len(groups)} groups of blocks); {HYBRID_REMEDY}."
+        )
     for spec in _specs(groups[0]).values():
         name = type(spec).__name__
         if name != "FullAttentionSpec":
-            raise UnsupportedModelError(f"its layers keep other things than every token's rows ({name}); {HYBRID_REMEDY}.")
+            raise UnsupportedModelError(
+                f"its layers keep other things than every token's rows ({name}); {HYBRID_REMEDY}."
+            )
 
 
 def check_parallel(parallel: Any) -> None:
     """UnsupportedModelError where one request's tokens are spread over workers."""
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+    if (
+        getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    ):
         raise UnsupportedModelError("context parallelism spreads the tokens of a request over workers.")
 
 
@@ -69,10 +78,9 @@ def opened_layers(
 
 def cpu_order(shape: LayerShape, cache: Tensor) -> Order:
     """The order of vLLM's CPU kernel on this machine, for caches like this one."""
+    import torch
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    import torch
 
     slots = cache.shape[2]
     isa = _get_attn_isa(cache.dtype, slots, shape.key_dim)
@@ -86,4 +94,4 @@ def cpu_order(shape: LayerShape, cache: Tensor) -> Order:
 def _specs(group: Any) -> dict[str, Any]:
     spec = group.kv_cache_spec
     own = getattr(spec, "kv_cache_specs", None)
-    return dict(own) if own else {name: spec for name in group.layer_names}
+    return dict(own) if own else dict.fromkeys(group.layer_names, spec)

@@ -29,7 +29,9 @@ def checked_method(spec: str) -> Method:
     method = Method.parse(spec)
     drops = method.score or method.budget or method.dispose or method.read or method.pairs or method.reconstructs
     if drops or method.slot_positions or method.unread_distance:
-        raise SpecError(f"{method}: vLLM keeps every row, so the store takes codecs only, such as int8 or kivi(bits=4).")
+        raise SpecError(
+            f"{method}: vLLM keeps every row, so the store takes codecs only, such as int8 or kivi(bits=4)."
+        )
     codec = method.codec
     if codec is not None and (codec.window or codec.needs_rope):
         needed = "queries of the prompt" if codec.window else "the RoPE of a transformers model"
@@ -69,7 +71,9 @@ class Packing:
         held = []
         for number, ((keys, values), codec) in enumerate(zip(rows, self._codecs, strict=True)):
             if codec is not None and not all(bool(torch.isfinite(each).all()) for each in (keys, values)):
-                raise DataError(f"layer {number} holds numbers that are not finite, so {self.method} cannot store them.")
+                raise DataError(
+                    f"layer {number} holds numbers that are not finite, so {self.method} cannot store them."
+                )
             view = DenseRows(keys[None], values[None], where, torch.full((1, keys.shape[0]), keys.shape[1])).view()
             stored = Record.plain(view, start) if codec is None else Record.of(codec.store(view, None), start)
             held.append(ChunkLayer(stored, keys.shape[0]))

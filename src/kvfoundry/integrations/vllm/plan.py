@@ -39,7 +39,7 @@ class RequestState:
 class Planner:
     """span: tokens of an entry, a multiple of block_size. holds: asks the store; it must not wait long.
 
-    served: what of a request is against storing it, None when nothing is. sends: whether rows are stored at all.
+    served: whose rows a request's are, None for one that is left alone. clock: seconds, for tests.
     """
 
     def __init__(
@@ -103,20 +103,20 @@ class Planner:
         saves: list[Job] = []
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            state = self._requests.get(new.req_id)
-            if state is not None:
-                state.blocks = list(new.block_ids[0])
-                saves += self._ready(new.req_id, state, new.num_computed_tokens + scheduled.get(new.req_id, 0))
+            known = self._requests.get(new.req_id)
+            if known is not None:
+                known.blocks = list(new.block_ids[0])
+                saves += self._ready(new.req_id, known, new.num_computed_tokens + scheduled.get(new.req_id, 0))
         again = output.scheduled_cached_reqs
         for place, name in enumerate(again.req_ids):
-            state = self._requests.get(name)
-            if state is None:
+            known = self._requests.get(name)
+            if known is None:
                 continue
             more = again.new_block_ids[place]
             if name in again.resumed_req_ids:
-                state.blocks = []
-            state.blocks += more[0] if more is not None else ()
-            saves += self._ready(name, state, again.num_computed_tokens[place] + scheduled.get(name, 0))
+                known.blocks = []
+            known.blocks += more[0] if more is not None else ()
+            saves += self._ready(name, known, again.num_computed_tokens[place] + scheduled.get(name, 0))
         return Work(tuple(loads), tuple(saves))
 
     def _ready(self, name: str, state: RequestState, computed: int) -> list[Job]:

@@ -68,5 +68,3 @@ def connector_settings(given: Mapping[str, Any]) -> ConnectorSettings:
         first = error.errors(include_input=False, include_url=False)[0]
         place, said = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ").rstrip(".")
         raise StoreError(f"kv_connector_extra_config, {place}: {said}.") from None
-
-

@@ -22,7 +22,9 @@ class Tenants:
     def of(self, request: Any) -> Tenant | None:
         """Whose rows a request's are; None where token ids do not say what was read."""
         if request.mm_features or request.prompt_embeds is not None or not request.prompt_token_ids:
-            self._once("requests with images, sounds or embeddings are computed in full: token ids do not tell them apart")
+            self._once(
+                "requests with images, sounds or embeddings are computed in full: token ids do not tell them apart"
+            )
             return None
         if request.resumable:
             self._once("requests whose prompt arrives in pieces are computed in full")

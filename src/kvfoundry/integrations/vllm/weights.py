@@ -32,7 +32,9 @@ def checkpoint_folder(model: str, revision: str | None = None, download_dir: str
     try:
         return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
     except (OSError, ValueError) as error:
-        raise StoreError(f"the files of {model!r} are not on this machine, so its rows cannot be told apart.") from error
+        raise StoreError(
+            f"the files of {model!r} are not on this machine, so its rows cannot be told apart."
+        ) from error
 
 
 def weights_digest(folder: Path) -> str:

@@ -36,9 +36,17 @@ class StoreWorker:
         packing = Packing(
             checked_method(self.settings.method), [each.shape for each in self.layers.values()], first.cache.dtype
         )
-        common: tuple[Any, ...] = (self.store, self.identity, packing, self.layers, self.block_size, self.counts)
-        self.loader = Loader(*common, self.say, self.settings.workers)
-        self.saver = Saver(*common, self.say, self.settings.waiting_mib << 20)
+        shared: Any = {
+            "store": self.store,
+            "identity": self.identity,
+            "packing": packing,
+            "layers": self.layers,
+            "block_size": self.block_size,
+            "counts": self.counts,
+            "say": self.say,
+        }
+        self.loader = Loader(**shared, workers=self.settings.workers)
+        self.saver = Saver(**shared, limit=self.settings.waiting_mib << 20)
         self._in_step: list[Load] = []
         self._idle = False
 
@@ -49,7 +57,7 @@ class StoreWorker:
         self._in_step = [load for job in work.loads if (load := self.loader.begin(job, by_layer=by_layer)).waits]
 
     def wait_for(self, layer: str) -> None:
-        """Return when the rows of a layer that this step reads are in place, or will be for what the device does next."""
+        """Return when the rows of a layer that this step reads are in place for what the device does next."""
         for load in self._in_step:
             load.waits[layer].wait()
             if load.events.get(layer) is not None:

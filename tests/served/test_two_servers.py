@@ -1,0 +1,185 @@
+"""Two vLLM servers and one Redis, over HTTP: what one has read the other does not read again, and says the same.
+
+Needs an environment with vLLM: `make test-vllm`. A few minutes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.chunks.redis_server import Server as Redis
+from tests.chunks.redis_server import redis_is_here
+from tests.served.prompts import QUESTIONS, prompt
+from tests.served.servers import Server
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; make test-vllm"),
+    pytest.mark.skipif(not redis_is_here(), reason="redis-server is not installed"),
+]
+SPAN = 256
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    import kvfoundry
+
+    return Path(kvfoundry.load("smollm2")[0].config._name_or_path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def redis(folder):
+    server = Redis(folder)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def start(model, folder):
+    """Starts servers, at most a few at once, and stops what is left at the end."""
+    running: list[Server] = []
+
+    def begin(name: str, settings, *more: str, dtype: str = "float32") -> Server:
+        running.append(Server(model, folder / f"{name}.log", settings, *more, dtype=dtype))
+        return running[-1]
+
+    yield begin
+    for server in running:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def plain(start):
+    """What a server without the connector answers: question number -> answer."""
+    server = start("plain", None)
+    answers = [server.ask(prompt(question)) for question in QUESTIONS]
+    answers.append(server.ask(prompt(QUESTIONS[0], seed=1)))
+    server.stop()
+    return answers
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
+
+
+def whole_spans(tokens: int) -> int:
+    return (tokens - 1) // SPAN * SPAN
+
+
+def test_what_one_server_read_another_loads(plain, start, redis, folder):
+    a = start("a", {"store": f"redis://127.0.0.1:{redis.port}/0?timeout=2"})
+    disk = f"disk:{folder / 'disk'}:4GiB"
+    b = start("b", {"store": f"{disk},redis://127.0.0.1:{redis.port}/0"})
+    miss = a.ask(prompt(QUESTIONS[0]))
+    assert miss.text == plain[0].text and miss.cached == 0 and 2900 <= miss.prompt_tokens <= 3200
+    spans = whole_spans(miss.prompt_tokens)
+    wait_for(lambda: a.metric("saved_tokens") >= spans)
+
+    hit = b.ask(prompt(QUESTIONS[1]))
+    assert hit.text == plain[1].text
+    assert hit.cached == whole_spans(hit.prompt_tokens) == spans
+    wait_for(lambda: b.metric("loaded_tokens") > 0)
+    assert b.metric("loaded_tokens") == hit.cached and b.metric("hits", tier="redis") == spans / SPAN
+    ratio = hit.first / min(miss.first, plain[1].first)
+    print(
+        json.dumps(
+            {
+                "tokens": miss.prompt_tokens,
+                "miss": miss.first,
+                "plain": plain[1].first,
+                "hit": hit.first,
+                "ratio": ratio,
+            }
+        )
+    )
+    assert ratio <= 0.35
+
+    # Redis is gone: A computes, B has a copy on its disk; a server that starts now does too.
+    redis.stop()
+    began = time.monotonic()
+    computed = a.ask(prompt(QUESTIONS[2]))
+    assert computed.text == plain[2].text and computed.cached == 0
+    assert time.monotonic() - began < plain[2].first * 3 + 10
+    b.stop()
+    a.stop()
+    again = start("again", {"store": f"{disk},redis://127.0.0.1:{redis.port}/0"})
+    assert any("a tier is away" in line for line in again.lines())
+    from_disk = again.ask(prompt(QUESTIONS[3]))
+    assert from_disk.text == plain[3].text and from_disk.cached == spans
+    wait_for(lambda: again.metric("hits", tier="disk") == spans / SPAN)
+    new = again.ask(prompt(QUESTIONS[0], seed=1))
+    assert new.text == plain[-1].text and new.cached == 0
+
+    # Entries that are damaged: one line, the same text, and whole again afterwards.
+    for file in (folder / "disk").rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(bytes(data))
+    assert again.ask(prompt(QUESTIONS[4])).text == plain[4].text
+    assert any("were not loaded and are computed" in line for line in again.lines())
+    again.stop()
+
+
+@pytest.mark.parametrize("changed", ["dtype", "rope"])
+def test_another_model_misses(plain, start, folder, changed):
+    """The folder that the test before filled, under a server that computes other rows."""
+    more = (
+        []
+        if changed == "dtype"
+        else ["--hf-overrides", json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}})]
+    )
+    copy = folder / f"disk-{changed}"
+    shutil.copytree(folder / "disk", copy)
+    other = start(changed, {"store": f"disk:{copy}:4GiB"}, *more, dtype="bfloat16" if changed == "dtype" else "float32")
+    assert other.ask(prompt(QUESTIONS[0])).cached == 0
+    assert other.metric("found_tokens") == 0 and other.metric("absent_tokens") > 0
+    other.stop()
+
+
+def test_codes_in_half_the_bytes(plain, start, folder):
+    coded = start("int8", {"store": f"host:1GiB,disk:{folder / 'int8'}:4GiB", "method": "int8"})
+    first = coded.ask(prompt(QUESTIONS[0]))
+    spans = whole_spans(first.prompt_tokens)
+    wait_for(lambda: coded.metric("saved_tokens") >= spans)
+    answers = [coded.ask(prompt(question)) for question in QUESTIONS]
+    assert all(answer.cached == spans for answer in answers)
+    same = sum(answer.text == wanted.text for answer, wanted in zip(answers, plain, strict=False))
+    whole = sum(2 * 30 * 3 * 64 * 4 * spans for _ in (0,))
+    share = coded.metric("written_bytes", tier="disk") / whole
+    print(json.dumps({"same": same, "share of float32": share, "hit": min(answer.first for answer in answers)}))
+    assert same >= 9 and share <= 0.55
+    coded.stop()
+
+
+def test_many_clients_and_a_server_that_is_killed(start, folder):
+    """Prompts over few documents from several clients; killed in the middle, a new server goes on from the disk."""
+    settings = {"store": f"host:1GiB,disk:{folder / 'load'}:4GiB"}
+    asked = [prompt(QUESTIONS[i % 10], seed=i % 5, sentences=24) for i in range(40)]
+    server = start("load", settings, "--max-num-seqs", "8")
+    with ThreadPoolExecutor(8) as clients:
+        first = list(clients.map(server.ask, asked))
+    wait_for(lambda: server.metric("saved_tokens") >= 5 * whole_spans(first[0].prompt_tokens))
+    server.stop(signal.SIGKILL)
+    server = start("load2", settings, "--max-num-seqs", "8")
+    with ThreadPoolExecutor(8) as clients:
+        second = list(clients.map(server.ask, asked))
+    assert [answer.text for answer in second] == [answer.text for answer in first]
+    assert all(answer.cached == whole_spans(answer.prompt_tokens) for answer in second), "every document was on disk"
+    assert server.metric("loaded_tokens") == sum(answer.cached for answer in second)
+    server.stop()
