@@ -4,7 +4,7 @@ _TOWNS = ("Arvik", "Belden", "Corro", "Dunmar", "Elst", "Fenwick", "Gorlo", "Has
 _THINGS = ("a red ferry", "a stone mill", "a glass tower", "an old theatre", "a salt market", "a tram line")
 
 
-def document(seed: int = 0, sentences: int = 108) -> str:
+def document(seed: int = 0, sentences: int = 119) -> str:
     """Sentences about towns; another seed is another text from its first words on."""
     lines = [f"Report number {seed + 1} of the coast survey."]
     for i in range(sentences):
@@ -18,6 +18,6 @@ def document(seed: int = 0, sentences: int = 108) -> str:
 QUESTIONS = [f"What did the town of {town} open?" for town in _TOWNS]
 
 
-def prompt(question: str, seed: int = 0, sentences: int = 108) -> str:
+def prompt(question: str, seed: int = 0, sentences: int = 119) -> str:
     """The document, then the question."""
     return f"{document(seed, sentences)}\n\nQuestion: {question}\nAnswer:"

@@ -64,7 +64,7 @@ def start(model, folder):
 @pytest.fixture(scope="module")
 def plain(start):
     """What a server without the connector answers: question number -> answer."""
-    server = start("plain", None)
+    server = start("plain", None, "--enable-prefix-caching")  # or each question would take a whole prefill
     answers = [server.ask(prompt(question)) for question in QUESTIONS]
     answers.append(server.ask(prompt(QUESTIONS[0], seed=1)))
     server.stop()
@@ -96,13 +96,13 @@ def test_what_one_server_read_another_loads(plain, start, redis, folder):
     assert hit.cached == whole_spans(hit.prompt_tokens) == spans
     wait_for(lambda: b.metric("loaded_tokens") > 0)
     assert b.metric("loaded_tokens") == hit.cached and b.metric("hits", tier="redis") == spans / SPAN
-    ratio = hit.first / min(miss.first, plain[1].first)
+    ratio = hit.first / min(miss.first, plain[0].first)
     print(
         json.dumps(
             {
                 "tokens": miss.prompt_tokens,
                 "miss": miss.first,
-                "plain": plain[1].first,
+                "plain": plain[0].first,
                 "hit": hit.first,
                 "ratio": ratio,
             }
@@ -115,7 +115,7 @@ def test_what_one_server_read_another_loads(plain, start, redis, folder):
     began = time.monotonic()
     computed = a.ask(prompt(QUESTIONS[2]))
     assert computed.text == plain[2].text and computed.cached == 0
-    assert time.monotonic() - began < plain[2].first * 3 + 10
+    assert time.monotonic() - began < plain[0].first * 3 + 10
     b.stop()
     a.stop()
     again = start("again", {"store": f"{disk},redis://127.0.0.1:{redis.port}/0"})
