@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvfoundry.integrations.vllm.messages import Tenant
+from kvfoundry.integrations.vllm.messages import Span, Tenant
 from kvfoundry.integrations.vllm.plan import Planner
 
 from .fakes import output, request
@@ -16,14 +16,14 @@ class Stored:
     def __init__(self, *stops: int):
         self.stops, self.asked = set(stops), 0
 
-    def __call__(self, tenant, token_ids, start, stop) -> bool:
-        assert stop - start == SPAN and stop <= len(token_ids)
+    def __call__(self, tenant, token_ids, span) -> bool:
+        assert span.start < span.stop <= len(token_ids)
         self.asked += 1
-        return stop in self.stops
+        return span.stop in self.stops
 
 
-def planner(stored: Stored, clock=lambda: 0.0) -> Planner:
-    return Planner(SPAN, BLOCK, stored, lambda _: Tenant(), clock)
+def planner(stored: Stored, clock=lambda: 0.0, marked=lambda _: None) -> Planner:
+    return Planner(SPAN, BLOCK, stored, lambda _: Tenant(), marked, clock)
 
 
 def blocks(tokens: int, first: int = 1) -> list[int]:
@@ -31,7 +31,7 @@ def blocks(tokens: int, first: int = 1) -> list[int]:
 
 
 def spans(jobs) -> list[tuple[int, int]]:
-    return [span for job in jobs for span in job.spans]
+    return [(span.start, span.stop) for job in jobs for span in job.spans]
 
 
 def test_a_new_prompt_is_saved_span_by_span_as_chunks_of_it_are_computed():
@@ -75,7 +75,7 @@ def test_what_vllm_has_itself_is_not_loaded():
     assert plan.matched(asked, 80) == 48
     plan.allocated(asked, blocks(300), 48)
     (job,) = plan.step(output({})).loads
-    assert job.first == 80 and job.spans == ((64, 128),) and job.tokens == 48
+    assert job.first == 80 and spans([job]) == [(64, 128)] and job.tokens == 48
     assert planner(Stored(64)).matched(asked, 80) == 0
 
 
@@ -126,3 +126,33 @@ def test_requests_that_are_not_served_leave_no_trace():
     plan.allocated(request("a", 300), blocks(300), 0)
     work = plan.step(output({"a": 300}, new=[("a", blocks(300), 0)]))
     assert not work.loads and not work.saves and len(plan) == 0
+
+
+HEAD, ONE, TWO = Span(0, 20, 0), Span(20, 110, 20), Span(110, 200, 20)
+
+
+def test_documents_are_loaded_as_far_as_the_store_has_them_in_whole_blocks():
+    plan, asked = planner(Stored(20, 110, 200), marked=lambda _: [HEAD, ONE, TWO]), request("a", 230)
+    assert plan.matched(asked, 0) == 192
+    plan.allocated(asked, blocks(230), 192)
+    (job,) = plan.step(output({})).loads
+    assert job.spans == (HEAD, ONE, TWO) and job.tokens == 192 and len(job.token_ids) == 200 and len(job.blocks) == 12
+    assert not plan.step(output({"a": 38}, new=[("a", blocks(230), 192)])).saves
+    assert plan.finished("a") == 90, "tokens that were read elsewhere are told"
+    part, asked = planner(Stored(20, 200), marked=lambda _: [HEAD, ONE, TWO]), request("a", 230)
+    assert part.matched(asked, 0) == 16, "what stands behind a gap is of no use to vLLM"
+
+
+def test_only_what_stands_directly_behind_the_head_is_saved():
+    plan, asked = planner(Stored(), marked=lambda _: [HEAD, ONE, TWO]), request("a", 230)
+    plan.matched(asked, 0)
+    assert spans(plan.step(output({"a": 100}, new=[("a", blocks(230), 0)])).saves) == [(0, 20)]
+    second = plan.step(output({"a": 130}, cached=[("a", None, 100, False)]))
+    assert spans(second.saves) == [(20, 110)] and len(second.saves[0].blocks) == 7
+    assert plan.finished("a") == 0
+
+
+def test_a_prompt_with_wrong_marks_is_computed_and_not_stored():
+    plan, asked = planner(Stored(64), marked=lambda _: []), request("a", 230)
+    assert plan.matched(asked, 0) == 0
+    assert not plan.step(output({"a": 230}, new=[("a", blocks(230), 0)])).saves

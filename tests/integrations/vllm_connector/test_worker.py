@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvfoundry.chunks import ChunkStore, Identity
-from kvfoundry.integrations.vllm.messages import Job, Tenant, Work, span_key
+from kvfoundry.integrations.vllm.messages import Job, Span, Tenant, Work, span_key
 from kvfoundry.integrations.vllm.settings import connector_settings
 from kvfoundry.integrations.vllm.worker import StoreWorker
 
@@ -30,7 +30,7 @@ def worker(store: str, lines=None, held=None, identity=IDENTITY, **settings) -> 
 
 
 def job(blocks, stop=192, first=0, name="a", tenant=NOBODY) -> Job:
-    spans = tuple((at, at + SPAN) for at in range(first // SPAN * SPAN, stop, SPAN))
+    spans = tuple(Span(at, at + SPAN, at) for at in range(first // SPAN * SPAN, stop, SPAN))
     return Job(name, tenant, TOKENS[:stop], spans, tuple(blocks[: stop // BLOCK]), first)
 
 
@@ -102,7 +102,7 @@ def test_an_entry_that_is_gone_ends_the_load_there(tmp_path):
     store, lines = f"disk:{tmp_path}:1GiB", Lines()
     wanted = saved(store)
     target = worker(store, lines)
-    gone = span_key(target.identity, TOKENS, 64, 128)
+    gone = span_key(target.identity, TOKENS, Span(64, 128, 64))
     assert target.store.invalidate(gone)
     target.start(Work(loads=(job(range(12)),)))
     assert ended(target)
@@ -180,6 +180,6 @@ def test_what_came_into_memory_is_told_to_the_scheduler():
     target = worker("host:1GiB")
     target.save(Work(saves=(job(range(12)),)))
     target.saver.flush()
-    names = {span_key(target.identity, TOKENS, at, at + SPAN).id for at in (0, 64, 128)}
+    names = {span_key(target.identity, TOKENS, Span(at, at + SPAN, at)).id for at in (0, 64, 128)}
     assert target.held().new == names and target.held().new == frozenset()
     target.close()

@@ -27,10 +27,12 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvfoundry.chunks import ChunkStore, Identity
 from kvfoundry.chunks.search import asked
-from kvfoundry.errors import KVFoundryError
+from kvfoundry.errors import KVFoundryError, UnsupportedModelError
+from kvfoundry.integrations.vllm.documents import Documents
 from kvfoundry.integrations.vllm.identity import served_identity, shard_name
-from kvfoundry.integrations.vllm.messages import Held, Tenant, Work, WorkerCard, span_key
+from kvfoundry.integrations.vllm.messages import Held, Span, Tenant, Work, WorkerCard, span_key
 from kvfoundry.integrations.vllm.metrics import StoreMetrics, StoreNumbers
+from kvfoundry.integrations.vllm.moving import Mover
 from kvfoundry.integrations.vllm.opening import check_groups, check_parallel, opened_layers
 from kvfoundry.integrations.vllm.plan import Planner
 from kvfoundry.integrations.vllm.settings import ConnectorSettings, connector_settings
@@ -104,7 +106,11 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
             self._held: OrderedDict[str, None] = OrderedDict()
             self._tenants = Tenants(say)
             self.store = opened(self.settings.shared_tiers) if not self.refusal else None
-            self.planner = Planner(self.settings.span, self.block_size, self._holds, self._tenants.of)
+            caching = bool(vllm_config.cache_config.enable_prefix_caching)
+            self._documents = Documents(self.settings.documents == "approximate", caching, say)
+            self.planner = Planner(
+                self.settings.span, self.block_size, self._holds, self._tenants.of, self._documents.spans
+            )
         else:
             self.worker: StoreWorker | None = None
             self._card = WorkerCard(refusal=self.refusal)
@@ -137,15 +143,26 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
             tensor, pipeline = get_tp_group(), get_pp_group()
             shard = shard_name(tensor.rank_in_group, tensor.world_size, pipeline.rank_in_group, pipeline.world_size)
             identity = served_identity(config, self.settings, shard)
+            mover = self._mover(pipeline.world_size) if self.settings.documents == "approximate" else None
         except KVFoundryError as error:
             self.refusal = str(error)
             self._card = WorkerCard(refusal=self.refusal)
             return
         store = opened(self.settings.tiers)
         if store is not None:
-            self.worker = StoreWorker(self.settings, store, identity, layers, self.block_size, say)
+            self.worker = StoreWorker(self.settings, store, identity, layers, self.block_size, say, mover)
             self._card = WorkerCard(identity)
             logger.info("kvfoundry: %d layers of %s behind %s", len(layers), shard, self.settings.store)
+
+    def _mover(self, stages: int) -> Mover | None:
+        model = self._vllm_config.model_config
+        try:
+            if stages > 1:  # the first layer, by which moved keys are checked, is not there in every worker
+                raise UnsupportedModelError("its layers are spread over workers.")
+            return Mover.of(model.hf_text_config, model.dtype)
+        except KVFoundryError as error:
+            say(f"documents are not served at other places: {error}")
+            return None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return Introduction(self._card)
@@ -190,13 +207,13 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): each for rank, each in metadata.items()})
 
-    def _holds(self, tenant: Tenant, token_ids: list[int], start: int, stop: int) -> bool:
+    def _holds(self, tenant: Tenant, token_ids: list[int], span: Span) -> bool:
         """Whether every worker's part of a span is somewhere."""
-        keys = [span_key(tenant.identity(shard), token_ids, start, stop) for shard in self._shards]
+        keys = [span_key(tenant.identity(shard), token_ids, span) for shard in self._shards]
         there = bool(keys) and all(
             key.id in self._held or (self.store is not None and self.store.contains(key)) for key in keys
         )
-        self.counts.looked_up(stop - start, there=there)
+        self.counts.looked_up(span.stop - span.start, there=there)
         return there
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -225,8 +242,8 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
                 self._held.popitem(last=False)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self.planner.finished(request.request_id)
-        return False, None
+        moved = self.planner.finished(request.request_id)
+        return False, {"kvfoundry": {"approximate_tokens": moved}} if moved else None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from kvfoundry.chunks import ChunkKV, ChunkStore, Identity
-from kvfoundry.errors import KVFoundryError
+from kvfoundry.errors import KVFoundryError, UnsupportedModelError
 from kvfoundry.integrations.vllm.blocks import LayerBlocks
-from kvfoundry.integrations.vllm.messages import Job, span_key
+from kvfoundry.integrations.vllm.messages import Job, Span, span_key
+from kvfoundry.integrations.vllm.moving import Mover
 from kvfoundry.integrations.vllm.packing import Packing
 from kvfoundry.integrations.vllm.stats import Counts
 
@@ -49,9 +50,10 @@ class Loader:
         counts: Counts,
         say: Callable[[str], None],
         workers: int = 2,
+        mover: Mover | None = None,
     ):
         self.store, self.identity, self.packing, self.layers = store, identity, packing, layers
-        self.block_size, self.counts, self._say = block_size, counts, say
+        self.block_size, self.counts, self._say, self._mover = block_size, counts, say, mover
         self.device = next(iter(layers.values())).cache.device
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvfoundry-load")
         self._running: dict[str, Load] = {}
@@ -127,33 +129,37 @@ class Loader:
 
     def _by_span(self, load: Load) -> None:
         load.failed_from = load.job.first
-        for start, stop, chunk in self._chunks(load):
-            load.failed_from = max(start, load.job.first)
+        for span, chunk in self._chunks(load):
+            load.failed_from = max(span.start, load.job.first)
             for number, name in enumerate(self.layers):
-                self._place(load.job, number, name, start, stop, chunk)
+                self._place(load.job, number, name, span, chunk)
             self._complete()
-            load.failed_from = stop
-            self.counts.loaded(stop - max(start, load.job.first))
+            load.failed_from = span.stop
+            self._count(load.job, span)
 
     def _by_layer(self, load: Load) -> None:
         load.failed_from = load.job.first
         chunks = list(self._chunks(load))
         for number, name in enumerate(self.layers):
-            for start, stop, chunk in chunks:
-                self._place(load.job, number, name, start, stop, chunk)
+            for span, chunk in chunks:
+                self._place(load.job, number, name, span, chunk)
             load.events[name] = self._event()
             load.waits[name].set()
-        if chunks:
-            self.counts.loaded(chunks[-1][1] - load.job.first)
         self._complete()
+        for span, _ in chunks:
+            self._count(load.job, span)
 
-    def _chunks(self, load: Load) -> Iterator[tuple[int, int, ChunkKV]]:
+    def _count(self, job: Job, span: Span) -> None:
+        stop = min(span.stop, len(job.blocks) * self.block_size)
+        self.counts.loaded(stop - max(span.start, job.first), moved=span.moves)
+
+    def _chunks(self, load: Load) -> Iterator[tuple[Span, ChunkKV]]:
         """The entries in order, some fetched ahead; ends at the first that is not there, which is noted."""
         job = load.job
         identity = job.tenant.identity(self.identity)
-        keys = [span_key(identity, job.token_ids, start, stop) for start, stop in job.spans]
+        keys = [span_key(identity, job.token_ids, span) for span in job.spans]
         coming = deque(self.store.promote(key, report=self.counts.report) for key in keys[:_AHEAD])
-        for place, (start, stop) in enumerate(job.spans):
+        for place, span in enumerate(job.spans):
             chunk = coming.popleft().result() if not load.cancelled else None
             if place + _AHEAD < len(keys) and chunk is not None:
                 coming.append(self.store.promote(keys[place + _AHEAD], report=self.counts.report))
@@ -161,15 +167,22 @@ class Loader:
                 with self._lock:
                     self._gone.update(key.id for key in keys[place:])
                 reason = "the request was cancelled" if load.cancelled else "an entry is gone, or its tier is away"
-                self._fail(load, max(start, job.first), reason)
+                self._fail(load, max(span.start, job.first), reason)
                 return
-            yield start, stop, chunk if self.device.type == "cpu" else chunk.to(self.device, non_blocking=True)
+            chunk = chunk if self.device.type == "cpu" else chunk.to(self.device, non_blocking=True)
+            if span.moves:
+                if self._mover is None:
+                    raise UnsupportedModelError("documents are not served at other places here.")
+                self._mover.check(chunk, self.packing.rows(chunk, 0)[0])
+            yield span, chunk
 
-    def _place(self, job: Job, number: int, name: str, start: int, stop: int, chunk: ChunkKV) -> None:
+    def _place(self, job: Job, number: int, name: str, span: Span, chunk: ChunkKV) -> None:
         keys, values = self.packing.rows(chunk, number)
-        skip = max(0, job.first - start)
-        slots = slot_numbers(job.blocks, self.block_size, start + skip, stop).to(self.device)
-        self.layers[name].write(slots, keys[:, skip:], values[:, skip:])
+        if span.moves and self._mover is not None:
+            keys = self._mover.moved(keys, span.behind, span.start)
+        skip, stop = max(0, job.first - span.start), min(span.stop, len(job.blocks) * self.block_size)
+        slots = slot_numbers(job.blocks, self.block_size, span.start + skip, stop).to(self.device)
+        self.layers[name].write(slots, keys[:, skip : stop - span.start], values[:, skip : stop - span.start])
 
     def _fail(self, load: Load, token: int | None, reason: str) -> None:
         token = load.job.first if token is None else token
@@ -179,7 +192,7 @@ class Loader:
         with self._lock:
             self._bad.update(lost)
         if not load.cancelled:
-            tokens = load.job.spans[-1][1] - token
+            tokens = len(load.job.blocks) * self.block_size - token
             self._say(f"{tokens} tokens of request {load.job.request} were not loaded and are computed: {reason}")
 
     # Streams, where there are any.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -24,31 +25,48 @@ class Tenant:
         return Identity({**model.parts, "adapter": self.adapter, "salt": self.salt})
 
 
-def span_key(identity: Identity, token_ids: list[int], start: int, stop: int) -> ChunkKey:
-    """The key of tokens start to stop of a prompt, behind all that stand in front of them."""
-    ids = torch.tensor(token_ids[:stop], dtype=torch.long)
-    return identity.key(ids[start:], context_ids=ids[:start])
+class Span(NamedTuple):
+    """Tokens start to stop of a prompt, as an entry that was read behind its first `behind` tokens.
+
+    behind < start: the entry was read elsewhere than it is used, so its keys have to move, and its rows do not know
+    what stands in between.
+    """
+
+    start: int
+    stop: int
+    behind: int
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is used elsewhere than it was read."""
+        return self.behind != self.start
+
+
+def span_key(identity: Identity, token_ids: list[int], span: Span) -> ChunkKey:
+    """The key of a span: its tokens, and those in front of it when it was read."""
+    ids = torch.tensor(token_ids[: span.stop], dtype=torch.long)
+    return identity.key(ids[span.start :], context_ids=ids[: span.behind])
 
 
 @dataclass(frozen=True)
 class Job:
     """Spans of one request to load or to save.
 
-    token_ids: of the prompt, up to the end of the last span. spans: first token and the one behind the last. blocks: of
-    the request, in order. first: the first token that may be written; those before it lie in blocks of others too.
+    token_ids: of the prompt, up to the end of the last span. spans: without gaps. blocks: of the request, in order.
+    first: the first token that may be written; those before it lie in blocks of others too.
     """
 
     request: str
     tenant: Tenant
     token_ids: list[int]
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
     blocks: tuple[int, ...]
     first: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens that a load brings."""
-        return self.spans[-1][1] - self.first
+        return self.spans[-1].stop - self.first
 
 
 @dataclass(frozen=True)

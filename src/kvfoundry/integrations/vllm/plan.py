@@ -3,7 +3,7 @@
 The unit is a span of a prompt: `span` tokens, on a grid from the prompt's start, under the key of its tokens behind all
 tokens in front of them. So an entry is exact wherever it is used, a prefix of any length is found without an index, and
 a hit compares every token from the first one on. Tokens behind the last whole span, and what the model answers, are not
-stored.
+stored. A prompt with marked documents has their boundaries in place of the grid (see `documents.py`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvfoundry.integrations.vllm.messages import Job, Tenant, Work
+from kvfoundry.integrations.vllm.messages import Job, Span, Tenant, Work
 
-# Whether the store has tokens start to stop of a prompt.
-Holds = Callable[[Tenant, list[int], int, int], bool]
+# Whether the store has a span of a prompt.
+Holds = Callable[[Tenant, list[int], Span], bool]
 # A request that waits for room is looked up again after so many seconds.
 _FRESH = 1.0
 
 
 @dataclass
 class RequestState:
-    """One request of vLLM. found: tokens from the start that the store has; saved: up to which spans are dealt with."""
+    """One request of vLLM. spans: what its prompt is cut into, from its start on.
+
+    found: spans from the first one on that the store has; saved: those that need not be saved any more.
+    """
 
     tenant: Tenant
     tokens: list[int]
+    spans: list[Span]
     found: int = 0
     looked: float = -1e9
     saved: int = 0
@@ -39,7 +43,8 @@ class RequestState:
 class Planner:
     """span: tokens of an entry, a multiple of block_size. holds: asks the store; it must not wait long.
 
-    served: whose rows a request's are, None for one that is left alone. clock: seconds, for tests.
+    served: whose rows a request's are, None for one that is left alone. marked: the spans of a request with marked
+    documents, None for all others. clock: seconds, for tests.
     """
 
     def __init__(
@@ -48,10 +53,11 @@ class Planner:
         block_size: int,
         holds: Holds,
         served: Callable[[Any], Tenant | None],
+        marked: Callable[[Any], list[Span] | None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.span, self.block_size = span, block_size
-        self._holds, self._served, self._clock = holds, served, clock
+        self._holds, self._served, self._marked, self._clock = holds, served, marked, clock
         self._requests: dict[str, RequestState] = {}
 
     def _state(self, request: Any) -> RequestState | None:
@@ -60,7 +66,12 @@ class Planner:
             tenant = self._served(request)
             if tenant is None:
                 return None
-            known = self._requests[request.request_id] = RequestState(tenant, list(request.prompt_token_ids))
+            tokens = list(request.prompt_token_ids)
+            spans = self._marked(request)
+            if spans is None:
+                ends = range(self.span, len(tokens) + 1, self.span)
+                spans = [Span(stop - self.span, stop, stop - self.span) for stop in ends]
+            known = self._requests[request.request_id] = RequestState(tenant, tokens, spans)
         return known
 
     # As vLLM asks: once or more often before a request is scheduled, and again after it was preempted.
@@ -73,25 +84,29 @@ class Planner:
         now = self._clock()
         if now - state.looked > _FRESH:
             state.found, state.looked = self._found(state), now
-        usable = min(state.found, (len(state.tokens) - 1) // self.span * self.span)
-        return max(0, usable - computed)
+        return max(0, self._reach(state) - computed)
 
     def _found(self, state: RequestState) -> int:
-        stop = self.span
-        while stop <= len(state.tokens) and self._holds(state.tenant, state.tokens, stop - self.span, stop):
-            stop += self.span
-        return stop - self.span
+        for number, span in enumerate(state.spans):
+            if not self._holds(state.tenant, state.tokens, span):
+                return number
+        return len(state.spans)
+
+    def _reach(self, state: RequestState) -> int:
+        """Up to which token a load can come: whole spans, whole blocks, and not the last token."""
+        stops = [span.stop for span in state.spans[: state.found] if span.stop < len(state.tokens)]
+        return stops[-1] // self.block_size * self.block_size if stops else 0
 
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
         """Blocks were given to a request; the last `external` tokens of what it has computed are to be loaded."""
         state = self._requests.get(request.request_id)
         if state is None or external <= 0:
             return
-        stop = min(state.found, (len(state.tokens) - 1) // self.span * self.span)
+        stop = self._reach(state)
         first = stop - external
-        spans = tuple((at, at + self.span) for at in range(first // self.span * self.span, stop, self.span))
-        needed = -(-stop // self.block_size)
-        state.load = Job(request.request_id, state.tenant, state.tokens[:stop], spans, tuple(blocks[:needed]), first)
+        spans = tuple(span for span in state.spans if span.stop > first and span.start < stop)
+        held, tokens = tuple(blocks[: stop // self.block_size]), state.tokens[: spans[-1].stop]
+        state.load = Job(request.request_id, state.tenant, tokens, spans, held, first)
 
     def step(self, output: Any) -> Work:
         """What the workers have to do in this step. output: vLLM's SchedulerOutput."""
@@ -121,13 +136,14 @@ class Planner:
 
     def _ready(self, name: str, state: RequestState, computed: int) -> list[Job]:
         """The spans that are whole after this step and that the store is not known to have."""
-        begin = max(state.saved, state.found) // self.span * self.span
-        stop = min(computed, len(state.tokens)) // self.span * self.span
-        if stop <= begin or len(state.blocks) * self.block_size < stop:
+        reach = min(computed, len(state.blocks) * self.block_size)
+        whole = next((n for n, span in enumerate(state.spans) if span.stop > reach), len(state.spans))
+        new, state.saved = state.spans[max(state.saved, state.found) : whole], max(state.saved, whole)
+        spans = tuple(span for span in new if not span.moves)  # rows behind anything else are no entry of their own
+        if not spans:
             return []
-        state.saved = stop
-        spans = tuple((at, at + self.span) for at in range(begin, stop, self.span))
-        blocks = tuple(state.blocks[: stop // self.block_size])
+        stop = spans[-1].stop
+        blocks = tuple(state.blocks[: -(-stop // self.block_size)])
         return [Job(name, state.tenant, state.tokens[:stop], spans, blocks)]
 
     # Afterwards.
@@ -140,14 +156,16 @@ class Planner:
             if job is None or not lost.intersection(job.blocks):
                 continue
             first = next(place for place, block in enumerate(job.blocks) if block in lost)
-            state.found = first * self.block_size // self.span * self.span
+            state.found = sum(span.stop <= first * self.block_size for span in state.spans)
             state.barred, state.loading = True, None
             jobs.append(job)
         return jobs
 
-    def finished(self, request_id: str) -> None:
-        """The request is over, answered or cancelled."""
-        self._requests.pop(request_id, None)
+    def finished(self, request_id: str) -> int:
+        """The request is over, answered or cancelled; tokens of it that were loaded from documents read elsewhere."""
+        state = self._requests.pop(request_id, None)
+        job = None if state is None else state.loading
+        return 0 if job is None else sum(span.stop - span.start for span in job.spans if span.moves)
 
     def __len__(self) -> int:
         return len(self._requests)

@@ -15,7 +15,7 @@ from kvfoundry.chunks import ChunkStore, Identity
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.integrations.vllm.blocks import LayerBlocks
 from kvfoundry.integrations.vllm.loading import slot_numbers
-from kvfoundry.integrations.vllm.messages import Job, span_key
+from kvfoundry.integrations.vllm.messages import Job, Span, span_key
 from kvfoundry.integrations.vllm.packing import Packing, Rows
 from kvfoundry.integrations.vllm.stats import Counts
 
@@ -25,8 +25,7 @@ class Taken:
     """Rows of one span on the host. ready: the CUDA event after which they are complete."""
 
     job: Job
-    start: int
-    stop: int
+    span: Span
     rows: list[Rows]
     nbytes: int
     ready: Any
@@ -59,15 +58,15 @@ class Saver:
 
     def take(self, job: Job) -> None:
         """Copy the rows of a job's spans. Its blocks may be given to others when this returns."""
-        for start, stop in job.spans:
-            slots = slot_numbers(job.blocks, self.block_size, start, stop).to(self.device)
+        for span in job.spans:
+            slots = slot_numbers(job.blocks, self.block_size, span.start, span.stop).to(self.device)
             size = sum(
                 (each.shape.key_dim + each.shape.value_dim) * each.shape.heads * len(slots) * each.cache.dtype.itemsize
                 for each in self.layers.values()
             )
             with self._turn:
                 if self._bytes + size > self.limit or self._closed:
-                    self.counts.dropped(stop - start, "too many rows wait to be written")
+                    self.counts.dropped(len(slots), "too many rows wait to be written")
                     continue
                 self._bytes += size
             rows = [self._on_host(*layer.read(slots)) for layer in self.layers.values()]
@@ -76,7 +75,7 @@ class Saver:
                 ready = torch.cuda.Event()
                 ready.record(self._stream)
             with self._turn:
-                self._waiting.append(Taken(job, start, stop, rows, size, ready))
+                self._waiting.append(Taken(job, span, rows, size, ready))
                 self._turn.notify()
 
     def _on_host(self, *rows: Tensor) -> Rows:
@@ -123,14 +122,15 @@ class Saver:
                 if not self._waiting:
                     return
                 taken = self._waiting.popleft()
+            tokens = taken.span.stop - taken.span.start
             try:
                 self._write(taken)
             except KVFoundryError as error:
-                self.counts.dropped(taken.stop - taken.start, str(error))
-                self._say(f"{taken.stop - taken.start} tokens were not stored: {error}")
+                self.counts.dropped(tokens, str(error))
+                self._say(f"{tokens} tokens were not stored: {error}")
             except Exception as error:  # the thread must live on
-                self.counts.dropped(taken.stop - taken.start, type(error).__name__)
-                self._say(f"{taken.stop - taken.start} tokens were not stored: {type(error).__name__}: {error}")
+                self.counts.dropped(tokens, type(error).__name__)
+                self._say(f"{tokens} tokens were not stored: {type(error).__name__}: {error}")
             finally:
                 with self._turn:
                     self._bytes -= taken.nbytes
@@ -140,13 +140,13 @@ class Saver:
     def _write(self, taken: Taken) -> None:
         if taken.ready is not None:
             taken.ready.synchronize()
-        key = span_key(taken.job.tenant.identity(self.identity), taken.job.token_ids, taken.start, taken.stop)
+        key = span_key(taken.job.tenant.identity(self.identity), taken.job.token_ids, taken.span)
         chunk = self.packing.chunk(key.token_ids, key.context_ids, taken.rows)
         there = self.store.put(key, chunk, report=self.counts.report)
         if not there:
-            self.counts.dropped(taken.stop - taken.start, "no tier took it")
+            self.counts.dropped(len(key.token_ids), "no tier took it")
             return
-        self.counts.saved(taken.stop - taken.start)
+        self.counts.saved(len(key.token_ids))
         if "host" in there:
             with self._turn:
                 self._new.add(key.id)

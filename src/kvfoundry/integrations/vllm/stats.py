@@ -31,9 +31,9 @@ class Counts:
         """A span of a prompt was looked up."""
         self._add(lookups=1, **({"found_tokens": tokens} if there else {"absent_tokens": tokens}))
 
-    def loaded(self, tokens: int) -> None:
-        """Rows are in vLLM's blocks."""
-        self._add(loaded_tokens=tokens)
+    def loaded(self, tokens: int, *, moved: bool = False) -> None:
+        """Rows are in vLLM's blocks. moved: of a document that was read at another place."""
+        self._add(loaded_tokens=tokens, **({"moved_tokens": tokens} if moved else {}))
 
     def loaded_in(self, seconds: float) -> None:
         """One load took so long."""

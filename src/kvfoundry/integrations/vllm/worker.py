@@ -10,6 +10,7 @@ from kvfoundry.chunks import ChunkStore, Identity
 from kvfoundry.integrations.vllm.blocks import LayerBlocks
 from kvfoundry.integrations.vllm.loading import Load, Loader
 from kvfoundry.integrations.vllm.messages import Held, Work
+from kvfoundry.integrations.vllm.moving import Mover
 from kvfoundry.integrations.vllm.packing import Packing, checked_method
 from kvfoundry.integrations.vllm.saving import Saver
 from kvfoundry.integrations.vllm.settings import ConnectorSettings
@@ -21,7 +22,10 @@ _PATIENCE = 0.02
 
 @dataclass
 class StoreWorker:
-    """One worker's store, threads and counts. layers: by vLLM's names, in the order of the model."""
+    """One worker's store, threads and counts. layers: by vLLM's names, in the order of the model.
+
+    mover: for documents at other places; None where these are not served.
+    """
 
     settings: ConnectorSettings
     store: ChunkStore
@@ -29,6 +33,7 @@ class StoreWorker:
     layers: Mapping[str, LayerBlocks]
     block_size: int
     say: Callable[[str], None]
+    mover: Mover | None = None
 
     def __post_init__(self) -> None:
         self.counts = Counts()
@@ -45,7 +50,7 @@ class StoreWorker:
             "counts": self.counts,
             "say": self.say,
         }
-        self.loader = Loader(**shared, workers=self.settings.workers)
+        self.loader = Loader(**shared, workers=self.settings.workers, mover=self.mover)
         self.saver = Saver(**shared, limit=self.settings.waiting_mib << 20)
         self._in_step: list[Load] = []
         self._idle = False
