@@ -166,7 +166,7 @@ class Loader:
             if chunk is None:
                 with self._lock:
                     self._gone.update(key.id for key in keys[place:])
-                reason = "the request was cancelled" if load.cancelled else "an entry is gone, or its tier is away"
+                reason = "the request was cancelled" if load.cancelled else self._why_gone()
                 self._fail(load, max(span.start, job.first), reason)
                 return
             chunk = chunk if self.device.type == "cpu" else chunk.to(self.device, non_blocking=True)
@@ -175,6 +175,11 @@ class Loader:
                     raise UnsupportedModelError("documents are not served at other places here.")
                 self._mover.check(chunk, self.packing.rows(chunk, 0)[0])
             yield span, chunk
+
+    def _why_gone(self) -> str:
+        """What tiers have noted last, where they have noted anything."""
+        noted = [tier.counters.problems[-1] for tier in self.store.tiers if tier.counters.problems]
+        return f"an entry is gone ({'; '.join(noted)})" if noted else "an entry is gone"
 
     def _place(self, job: Job, number: int, name: str, span: Span, chunk: ChunkKV) -> None:
         keys, values = self.packing.rows(chunk, number)
