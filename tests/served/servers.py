@@ -86,6 +86,13 @@ class Server:
         details = usage.prompt_tokens_details
         return Answer(text, usage.prompt_tokens, (details.cached_tokens or 0) if details else 0, first, top)
 
+    def send(self, request: dict[str, Any], tokens: int = 16) -> Any:
+        """A request as `kvfoundry.integrations.vllm.client` makes them; what the openai client gives back."""
+        import openai
+
+        client = openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", timeout=120, max_retries=0)
+        return client.completions.create(**{"model": "model", "max_tokens": tokens, "temperature": 0, **request})
+
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a counter of ours over its label values."""
         with urllib.request.urlopen(f"{self.address}/metrics", timeout=10) as page:

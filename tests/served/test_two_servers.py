@@ -11,13 +11,15 @@ import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 
+from kvfoundry.integrations.vllm.client import document_request, reading_requests
 from tests.chunks.redis_server import Server as Redis
 from tests.chunks.redis_server import redis_is_here
-from tests.served.prompts import QUESTIONS, prompt
+from tests.served.prompts import QUESTIONS, document, prompt
 from tests.served.servers import Server
 
 pytestmark = [
@@ -165,6 +167,40 @@ def test_codes_in_half_the_bytes(plain, start, folder):
     print(json.dumps({"same": same, "share of float32": share, "hit": min(answer.first for answer in answers)}))
     assert same >= 9 and share <= 0.55
     coded.stop()
+
+
+def test_documents_in_every_order(start, folder, model):
+    """Each is read once behind the head; any order of them is then found whole, and said to be approximate."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    documents = [document(seed, 6) for seed in range(4)]
+    head = "Answer the question from the reports.\n\n"
+    settings = {"store": f"disk:{folder / 'documents'}:4GiB", "documents": "approximate"}
+    server = start("documents", settings, "--enable-prefix-caching")
+    for request in reading_requests(tokenizer, documents, head=head):
+        server.send(request)
+    wait_for(lambda: len(list((folder / "documents").rglob("*.safetensors"))) == 5)  # the head, and four documents
+    moved = 0
+    for order in permutations(range(4)):
+        made = document_request(tokenizer, [documents[i] for i in order], "Question: When?\nAnswer:", head=head)
+        marks = made["extra_body"]["kv_transfer_params"]["documents"]
+        answer = server.send(made)
+        assert answer.usage.prompt_tokens_details.cached_tokens >= marks[-1][1] // 128 * 128, order
+        told = (answer.model_dump().get("kv_transfer_params") or {}).get("kvfoundry", {})
+        moved += told.get("approximate_tokens", 0)
+        ordinary = server.send({"prompt": made["prompt"]}, 1)
+        assert not (ordinary.model_dump().get("kv_transfer_params") or {}), "an ordinary request is read as it is"
+    assert moved > 0
+    exact = server.send({"prompt": made["prompt"]})
+    print(json.dumps({"approximate": answer.choices[0].text, "exact": exact.choices[0].text}))
+    wrong = {**made["extra_body"]["kv_transfer_params"], "documents": [[0, 9999]]}
+    refused = server.send(
+        {"prompt": made["prompt"], "extra_body": {"kv_transfer_params": wrong, "cache_salt": "other"}}
+    )
+    assert refused.choices[0].text == exact.choices[0].text
+    assert any("computed in full" in line for line in server.lines())
+    server.stop()
 
 
 def test_many_clients_and_a_server_that_is_killed(start, folder):

@@ -1,4 +1,4 @@
-"""Documents that a request marks: what is obeyed, what is refused, and keys that move as the model would rotate them."""
+"""Documents that a request marks: what is obeyed and refused, and keys that move as the model rotates them."""
 
 from types import SimpleNamespace
 
@@ -73,16 +73,10 @@ def test_off_by_default_and_never_mixed_with_exact_prefixes():
 def test_a_client_s_request_is_what_the_server_reads(tokenizer):
     made = document_request(tokenizer, ["w3 w4 w5", "w6 w7"], "w8 w9", head="w1 w2 ")
     body = made["extra_body"]
-    asked = request(
-        "a",
-        1,
-        prompt_token_ids=made["prompt"],
-        kv_transfer_params=body["kv_transfer_params"],
-        cache_salt=body["cache_salt"],
-    )
+    asked = request("a", 1, **{"prompt_token_ids": made["prompt"], **body})
     spans = Documents(True, True, pytest.fail).spans(asked)
     assert len(spans) == 3 and spans[-1].moves
-    first, second = reading_requests(tokenizer, ["w3 w4 w5", "w6 w7"], head="w1 w2 ")
+    _, second = reading_requests(tokenizer, ["w3 w4 w5", "w6 w7"], head="w1 w2 ")
     read = second["extra_body"]["kv_transfer_params"]["documents"][0]
     assert second["prompt"][read[0] : read[1]] == made["prompt"][spans[2].start : spans[2].stop]
 
