@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chunks.redis_server import free_port
+
 from kvfoundry.integrations.vllm.serving import Serving
 from kvfoundry.integrations.vllm.settings import connector_settings
-from tests.chunks.redis_server import free_port
 
 # A server that is not up after so many seconds has failed.
 _START = 240

@@ -15,12 +15,13 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+from chunks.redis_server import Server as Redis
+from chunks.redis_server import redis_is_here
 
 from kvfoundry.integrations.vllm.client import document_request, reading_requests
-from tests.chunks.redis_server import Server as Redis
-from tests.chunks.redis_server import redis_is_here
-from tests.served.prompts import QUESTIONS, document, prompt
-from tests.served.servers import Server
+
+from .prompts import QUESTIONS, document, prompt
+from .servers import Server
 
 pytestmark = [
     pytest.mark.slow,

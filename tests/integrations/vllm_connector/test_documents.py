@@ -88,7 +88,7 @@ def rows(model, ids):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_documents_land_where_the_model_would_put_them(tmp_path, family):
-    """Through the store into blocks: at its own place bit for bit, elsewhere with the first layer's keys as computed."""
+    """Through the store into blocks: exact at its own place, elsewhere with the first layer's keys as computed."""
     model = build(family)
     ids = [(5 * i) % 23 + 3 for i in range(96)]
     head, one, two = ids[:8], ids[8:48], ids[48:88]

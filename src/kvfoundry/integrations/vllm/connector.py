@@ -7,7 +7,7 @@ vLLM's calls are handed on. Whatever is not served leaves one line in the log, a
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -100,8 +100,11 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
         self.settings: ConnectorSettings = connector_settings(self._kv_transfer_config.kv_connector_extra_config)
         self.block_size = vllm_config.cache_config.block_size
         self.refusal = self._refusal()
+        self._loads, self._saves = self._kv_transfer_config.is_kv_consumer, self._kv_transfer_config.is_kv_producer
         self.counts = Counts()
         if role == KVConnectorRole.SCHEDULER:
+            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+                say("requests whose entries get lost will fail; set kv_load_failure_policy to recompute")
             self._shards: list[Identity] = []
             self._held: OrderedDict[str, None] = OrderedDict()
             self._tenants = Tenants(say)
@@ -217,7 +220,7 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
         return there
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if not self._shards:
+        if not self._shards or not self._loads:
             return 0, False
         matched = self.planner.matched(request, num_computed_tokens)
         return matched, matched > 0 and self.settings.load == "ahead"
@@ -227,7 +230,8 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
             self.planner.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return StepWork(self.planner.step(scheduler_output))
+        work = self.planner.step(scheduler_output)
+        return StepWork(work if self._saves else replace(work, saves=()))
 
     def update_connector_output(self, connector_output: Any) -> None:
         if connector_output.invalid_block_ids:

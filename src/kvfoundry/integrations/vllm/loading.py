@@ -164,10 +164,10 @@ class Loader:
             if place + _AHEAD < len(keys) and chunk is not None:
                 coming.append(self.store.promote(keys[place + _AHEAD], report=self.counts.report))
             if chunk is None:
-                with self._lock:
-                    self._gone.update(key.id for key in keys[place:])
-                reason = "the request was cancelled" if load.cancelled else self._why_gone()
-                self._fail(load, max(span.start, job.first), reason)
+                if not load.cancelled:
+                    with self._lock:
+                        self._gone.update(key.id for key in keys[place:])
+                self._fail(load, max(span.start, job.first), self._why_gone())
                 return
             chunk = chunk if self.device.type == "cpu" else chunk.to(self.device, non_blocking=True)
             if span.moves:
@@ -192,13 +192,12 @@ class Loader:
     def _fail(self, load: Load, token: int | None, reason: str) -> None:
         token = load.job.first if token is None else token
         lost = load.job.blocks[token // self.block_size :]
-        if not lost:
+        if not lost or load.cancelled:
             return
         with self._lock:
             self._bad.update(lost)
-        if not load.cancelled:
-            tokens = len(load.job.blocks) * self.block_size - token
-            self._say(f"{tokens} tokens of request {load.job.request} were not loaded and are computed: {reason}")
+        tokens = len(load.job.blocks) * self.block_size - token
+        self._say(f"{tokens} tokens of request {load.job.request} were not loaded and are computed: {reason}")
 
     # Streams, where there are any.
 
