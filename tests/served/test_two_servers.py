@@ -97,47 +97,39 @@ def divergence(wanted: dict[str, float], found: dict[str, float]) -> float:
 
 
 def test_what_one_server_read_another_loads(plain, start, redis, folder):
-    a = start("a", {"store": f"redis://127.0.0.1:{redis.port}/0?timeout=10"})
-    disk = f"disk:{folder / 'disk'}:4GiB"
-    b = start("b", {"store": f"{disk},redis://127.0.0.1:{redis.port}/0?timeout=20"})
+    shared, disk = f"redis://127.0.0.1:{redis.port}/0?timeout=20", f"disk:{folder / 'disk'}:4GiB"
+    a = start("a", {"store": f"{disk},{shared}"})
+    b = start("b", {"store": f"host:1GiB,{shared}"})
     miss = a.ask(prompt(QUESTIONS[0]))
     assert miss.text == plain[0].text and miss.cached == 0 and 2900 <= miss.prompt_tokens <= 3200
     spans = whole_spans(miss.prompt_tokens)
-    wait_for(lambda: a.metric("saved_tokens") >= spans)
+    wait_for(lambda: a.metric("saved_tokens") >= spans, 60)
 
     hit = b.ask(prompt(QUESTIONS[1]))
     assert hit.text == plain[1].text
     assert hit.cached == whole_spans(hit.prompt_tokens) == spans
     wait_for(lambda: b.metric("loaded_tokens") == hit.cached and b.metric("hits", tier="redis") == spans / SPAN)
     ratio = hit.first / min(miss.first, plain[0].first)
-    print(
-        json.dumps(
-            {
-                "tokens": miss.prompt_tokens,
-                "miss": miss.first,
-                "plain": plain[0].first,
-                "hit": hit.first,
-                "ratio": ratio,
-            }
-        )
-    )
+    told = {"tokens": miss.prompt_tokens, "miss": miss.first, "plain": plain[0].first, "hit": hit.first, "ratio": ratio}
+    print(json.dumps(told | {"load": b.metric("load_seconds")}))
     assert ratio <= 0.35
 
-    # Redis is gone: A computes, B has a copy on its disk; a server that starts now does too.
+    # Redis is gone: B has a copy in memory, and what is new is computed, with one bounded wait.
     redis.stop()
-    began = time.monotonic()
-    computed = a.ask(prompt(QUESTIONS[2]))
-    assert computed.text == plain[2].text and computed.cached == 0
-    assert time.monotonic() - began < plain[0].first * 3 + 10
+    kept = b.ask(prompt(QUESTIONS[2]))
+    assert kept.text == plain[2].text and kept.cached == spans
+    computed = a.ask(prompt(QUESTIONS[0], seed=1))
+    assert computed.text == plain[-1].text and computed.cached == 0
+    assert computed.first < plain[0].first * 2 + 10
     b.stop()
     a.stop()
-    again = start("again", {"store": f"{disk},redis://127.0.0.1:{redis.port}/0"})
+
+    # Both are gone: a server that starts without Redis goes on from the disk, and says what is away.
+    again = start("again", {"store": f"{disk},{shared}"})
     assert any("a tier is away" in line for line in again.lines())
     from_disk = again.ask(prompt(QUESTIONS[3]))
     assert from_disk.text == plain[3].text and from_disk.cached == spans
     wait_for(lambda: again.metric("hits", tier="disk") == spans / SPAN)
-    new = again.ask(prompt(QUESTIONS[0], seed=1))
-    assert new.text == plain[-1].text and new.cached == 0
 
     # Entries that are damaged: one line, the same text, and whole again afterwards.
     for file in (folder / "disk").rglob("*.safetensors"):
@@ -146,6 +138,7 @@ def test_what_one_server_read_another_loads(plain, start, redis, folder):
         file.write_bytes(bytes(data))
     assert again.ask(prompt(QUESTIONS[4])).text == plain[4].text
     assert any("were not loaded and are computed" in line for line in again.lines())
+    wait_for(lambda: again.metric("saved_tokens") >= spans, 60)
     again.stop()
 
 
