@@ -63,11 +63,6 @@ class Job:
     blocks: tuple[int, ...]
     first: int = 0
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that a load brings."""
-        return self.spans[-1].stop - self.first
-
 
 @dataclass(frozen=True)
 class Work:
