@@ -51,6 +51,7 @@ class Server:
         self._out = log.open("ab")
         self.process = subprocess.Popen(words, stdout=self._out, stderr=self._out, env=env, start_new_session=True)
         self._await()
+        self.ask("A first request makes what every server makes once.", 2)
 
     def _await(self) -> None:
         end = time.monotonic() + _START

@@ -183,3 +183,11 @@ def test_what_came_into_memory_is_told_to_the_scheduler():
     names = {span_key(target.identity, TOKENS, Span(at, at + SPAN, at)).id for at in (0, 64, 128)}
     assert target.held().new == names and target.held().new == frozenset()
     target.close()
+
+
+def test_a_copy_of_what_was_loaded_is_told_too(tmp_path):
+    saved(f"disk:{tmp_path}:1GiB")
+    target = worker(f"host:1GiB,disk:{tmp_path}:1GiB")
+    target.start(Work(loads=(job(range(12)),)))
+    assert ended(target) and len(target.held().new) == 3
+    target.close()

@@ -59,6 +59,7 @@ class Loader:
         self._running: dict[str, Load] = {}
         self._bad: set[int] = set()
         self._gone: set[str] = set()
+        self._new: set[str] = set()
         self._lock, self._ended = threading.Lock(), threading.Event()
 
     # Called by the worker's own thread.
@@ -102,6 +103,12 @@ class Loader:
         with self._lock:
             gone, self._gone = self._gone, set()
         return gone
+
+    def new(self) -> set[str]:
+        """Names of entries of which host memory got a copy since the last call."""
+        with self._lock:
+            new, self._new = self._new, set()
+        return new
 
     def close(self) -> None:
         """End the threads; a load that runs is ended at the next entry."""
@@ -169,6 +176,10 @@ class Loader:
                         self._gone.update(key.id for key in keys[place:])
                 self._fail(load, max(span.start, job.first), self._why_gone())
                 return
+            name = keys[place].id
+            if any(tier.in_memory and tier.holds(name) for tier in self.store.tiers):
+                with self._lock:
+                    self._new.add(name)
             chunk = chunk if self.device.type == "cpu" else chunk.to(self.device, non_blocking=True)
             if span.moves:
                 if self._mover is None:

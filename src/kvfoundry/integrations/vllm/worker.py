@@ -88,7 +88,7 @@ class StoreWorker:
 
     def held(self) -> Held:
         """What came into this worker's memory, and what turned out to be gone, since the last call."""
-        return Held(frozenset(self.saver.new()), frozenset(self.loader.gone()))
+        return Held(frozenset(self.saver.new() | self.loader.new()), frozenset(self.loader.gone()))
 
     def numbers(self) -> Numbers:
         """Counts since the last call."""
