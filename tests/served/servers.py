@@ -50,8 +50,12 @@ class Server:
         env.pop("TRITON_INTERPRET", None)
         self._out = log.open("ab")
         self.process = subprocess.Popen(words, stdout=self._out, stderr=self._out, env=env, start_new_session=True)
-        self._await()
-        self.ask("A first request makes what every server makes once.", 2)
+        try:
+            self._await()
+            self.ask("A first request makes what every server makes once.", 2)
+        except BaseException:  # a server that nobody holds would run on
+            self.stop()
+            raise
 
     def _await(self) -> None:
         end = time.monotonic() + _START
@@ -61,7 +65,6 @@ class Server:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.address}/health", timeout=2):
                 return
             time.sleep(0.5)
-        self.stop()
         raise RuntimeError(f"vLLM did not come up: {self.log.read_text()[-3000:]}")
 
     @property
