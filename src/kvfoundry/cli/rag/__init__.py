@@ -2,6 +2,7 @@
 
 import typer
 
+from kvfoundry.cli.rag.build import build
 from kvfoundry.cli.rag.retrieve import retrieve
 
 rag_app = typer.Typer(help="Retrieval-augmented generation, step by step.", no_args_is_help=True)
@@ -13,3 +14,4 @@ def _group() -> None:
 
 
 rag_app.command()(retrieve)
+rag_app.command()(build)
