@@ -51,7 +51,7 @@ def build(
     samples = []
     for done, prompt in enumerate(prompts, start=1):
         sizes = [per_token * len(each.token_ids) for each in prompt.candidates]
-        resident = set(first_residents(sizes, [each.found for each in prompt.candidates], room.of(sizes)))
+        resident = first_residents(sizes, prompt.ranks, prompt.found, room.of(sizes))
         tiers: list[Tier] = [
             "device" if number in resident else "host" if placeholders == "kv" else "text"
             for number in range(len(sizes))

@@ -1,7 +1,7 @@
 """The prompt of a sample with a place for every candidate passage, taken or not.
 
     head        the worked example that opens the prompt
-    candidates  the passages that were found, the best first, then the sample's other passages; each has its place
+    candidates  the sample's passages that were not found, then those that were, the best last: next to the question
     question    behind all of them
 
 A place is kept for a candidate whose rows are not there, so that they can come later without moving anything.
@@ -33,13 +33,15 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A passage with its place. id: of the passage; found: among the best of retrieval; at: its first position.
+    """A passage with its place. id: of the passage; at: its first position.
 
+    rank: in the order of retrieval, 0 for the best; found: among those that may begin on the device.
     behind: what it is read behind when its chunk is computed.
     """
 
     id: str
     passage: Passage
+    rank: int
     found: bool
     token_ids: Ids
     at: int
@@ -82,6 +84,16 @@ class Laid:
         """First position and the one behind the last, of every candidate."""
         return [(each.at, each.stop) for each in self.candidates]
 
+    @property
+    def ranks(self) -> list[int]:
+        """Of every candidate, 0 for the best."""
+        return [each.rank for each in self.candidates]
+
+    @property
+    def found(self) -> list[bool]:
+        """Which candidates may begin on the device."""
+        return [each.found for each in self.candidates]
+
     def head_key(self, identity: Identity) -> ChunkKey:
         """Under which the rows of the head are stored."""
         return identity.key(self.head)
@@ -99,7 +111,7 @@ def lay_out(
     behind: Behind = "head",
     head: str = EXAMPLE,
 ) -> Laid:
-    """The prompt of one sample. others: the sample's own passages by id, which follow those that were found.
+    """The prompt of one sample. others: the sample's own passages by id; those that were not found rank last.
 
     Raises:
         DataError: the file has no such list, or finds nothing for the sample.
@@ -112,7 +124,7 @@ def lay_out(
     best = [(each.id, passages[each.id]) for each in found]
     held = {name for name, _ in best}
     rest = [pair for pair in others if pair[0] not in held] if which == "own" else []
-    chosen = [*best, *rest]
+    chosen = [*best, *rest][::-1]
     sample = RagSample(own.item, own.question, own.answers, tuple(passage for _, passage in chosen))
     question = f"Question: {as_question(sample.question)}\nAnswer:"
     documents = [f"{each.title}: {each.text}" if each.title else each.text for _, each in chosen]
@@ -121,7 +133,8 @@ def lay_out(
     candidates, at, before = [], len(ids.head), ids.head
     for number, ((name, passage), own_ids) in enumerate(zip(chosen, ids.passages, strict=True)):
         context = {"head": ids.head, "start": front, "sample": before}[behind]
-        candidates.append(Candidate(name, passage, number < min(top, len(best)), own_ids, at, context))
+        rank = len(chosen) - 1 - number
+        candidates.append(Candidate(name, passage, rank, rank < min(top, len(best)), own_ids, at, context))
         at, before = at + len(own_ids), before + own_ids
     return Laid(sample, ids.head, tuple(candidates), ids.question)
 

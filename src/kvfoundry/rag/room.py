@@ -49,15 +49,16 @@ class Room:
         return f"{self.nbytes}" if self.nbytes is not None else f"{100 * (self.share or 0):g}%"
 
 
-def first_residents(sizes: Sequence[int], found: Sequence[bool], room: int) -> list[int]:
-    """The best of those that were found, as many as fit one after the other, the best first.
+def first_residents(sizes: Sequence[int], ranks: Sequence[int], found: Sequence[bool], room: int) -> set[int]:
+    """The best of those that were found, as many as fit one after the other.
 
-    sizes: bytes of every candidate, in the order of ranks.
+    sizes: bytes of every candidate; ranks: of each, 0 for the best.
     """
-    chosen, taken = [], 0
-    for number, (size, is_found) in enumerate(zip(sizes, found, strict=True)):
-        if not is_found or taken + size > room:
+    chosen: set[int] = set()
+    taken = 0
+    for number in sorted(range(len(sizes)), key=lambda each: ranks[each]):
+        if not found[number] or taken + sizes[number] > room:
             break
-        chosen.append(number)
-        taken += size
+        chosen.add(number)
+        taken += sizes[number]
     return chosen

@@ -1,0 +1,34 @@
+"""Candidates as the arms of a bandit: what was seen of each, and a bonus for those of which little was seen.
+
+The rule is the upper confidence bound of UCB1 (Auer, Cesa-Bianchi, Fischer, 2002), scaled to the attention that
+candidates get; the first guess of an arm that was never pulled is the estimate of its summary.
+"""
+
+import math
+from dataclasses import dataclass
+
+from kvfoundry.rag.policies.base import Policy, Seen
+from kvfoundry.rag.policies.register import register
+
+
+@register
+@dataclass(frozen=True)
+class Bandit(Policy):
+    """bonus: of an arm that was never pulled, in means over all arms, times the root of the log of steps."""
+
+    bonus: float = 0.5
+
+    name = "bandit"
+    summary = "attention spent, or estimated, and a bonus for what was little read (UCB1)"
+    estimates = True
+
+    def values(self, seen: Seen) -> list[float]:
+        means = [
+            estimated if spent is None else spent
+            for spent, estimated in zip(seen.spent, seen.estimated, strict=True)
+        ]
+        scale = self.bonus * sum(means) / len(means)
+        return [
+            mean + scale * math.sqrt(math.log(1 + seen.step) / (1 + steps))
+            for mean, steps in zip(means, seen.steps, strict=True)
+        ]
