@@ -21,7 +21,9 @@ from kvfoundry.errors import SpecError
 from kvfoundry.evaluate.prompts import line_stops
 from kvfoundry.rag.build import token_bytes
 from kvfoundry.rag.making import Maker
+from kvfoundry.rag.observing import Read
 from kvfoundry.rag.policies import Policy, Seen, policy
+from kvfoundry.rag.policies.base import MEASURES
 from kvfoundry.rag.prompts import Laid, score
 from kvfoundry.rag.reader import PromptChunks, Reader, best_token
 from kvfoundry.rag.residents import Placed
@@ -192,7 +194,7 @@ class _Decoding:
         step.seconds = time.perf_counter() - began
         step.spent = look.mass.mean(dim=0).tolist()
         self.seen.resident = frozenset(self.scheduler.resident)
-        self.seen.note(step.spent, None if look.estimated is None else look.estimated.tolist())
+        self.seen.note(_by_measure(look.spent), None if look.estimated is None else _by_measure(look.estimated))
         if self.foreseen is not None:
             self.seen.future = self.foreseen.after(step.position + step.tokens - 1, self.settings.horizon)
         self.values = self.settings.policy.values(self.seen)
@@ -219,6 +221,10 @@ class _Decoding:
         self.reader.residents.exchange(leaving, {arrived.number: arrived.content})
         step.landed.append({"candidate": arrived.number, "seconds": round(arrived.seconds, 4)})
         step.evicted += leaving
+
+
+def _by_measure(read: Read) -> dict[str, list[float]]:
+    return {by: getattr(read, by).tolist() for by in MEASURES}
 
 
 def named_policy(spec: str, placeholders: str, decoder_ropes: Sequence[Any]) -> Policy:

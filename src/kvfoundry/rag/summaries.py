@@ -131,9 +131,9 @@ class Shelf:
         self.nbytes = sum(each.nbytes for each in summaries)
 
     def promised(self, layer: int, query: Tensor, scaling: float, softcap: float | None) -> Tensor:
-        """log of the summed exp of logits that a query is thought to have with each candidate's keys.
+        """log of the summed exp of the logits that a query is thought to have with each page's keys.
 
-        query: [heads, queries, dim], float32. Returns [heads, queries, candidates].
+        query: [heads, queries, dim], float32. Returns [heads, queries, pages].
         """
         own = self.parts[layer]
         if self.kind == "bounds":
@@ -144,10 +144,7 @@ class Shelf:
         logits = logits * scaling
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
-        logits = logits + self.sizes.log()
-        top = logits.amax(dim=-1, keepdim=True)
-        sums = logits.new_zeros(*logits.shape[:2], self.candidates).index_add_(2, self.owner, (logits - top).exp())
-        return sums.log() + top
+        return logits + self.sizes.log()
 
 
 def summary_path(folder: Path, name: str, kind: Kind, page: int) -> Path:

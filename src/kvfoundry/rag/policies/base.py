@@ -3,53 +3,66 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-# Weight of the newest step in running means.
-NEWEST = 0.5
+from kvfoundry.checks import choice
+
+MEASURES = ("focus", "mass")
+
+# Weight of the newest call in running means.
+NEWEST = 0.25
+
+By = Literal["focus", "mass"]
+Measures = Mapping[str, Sequence[float]]
 
 
 @dataclass
 class Seen:
     """What is known of the candidates of one answer up to now. ranks: of each in retrieval, 0 for the best.
 
-    resident: numbers of those that are here. estimated: running mean of the attention that each would get, by its
-    summary; spent: running mean of the attention that it got while it was here, None where it never was.
-    steps: how many steps it has been read. future: attention that each gets in the coming steps when all are here;
-    None where nobody knows. step: calls so far.
+    resident: numbers of those that are here. estimated: running mean of what each would get, by its summary; spent:
+    running mean of what it got while it was here, None where it never was; both by measure ("focus", "mass", see
+    `kvfoundry.rag.observing.Read`). steps: how many calls have read it. future: attention that each gets in the coming
+    calls when all are here; None where nobody knows. step: calls so far.
     """
 
     ranks: Sequence[int]
     resident: frozenset[int] = frozenset()
     step: int = 0
-    estimated: list[float] = field(default_factory=list)
-    spent: list[float | None] = field(default_factory=list)
+    estimated: dict[str, list[float]] = field(default_factory=dict)
+    spent: dict[str, list[float | None]] = field(default_factory=dict)
     steps: list[int] = field(default_factory=list)
     future: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        self.estimated = self.estimated or [0.0] * len(self.ranks)
-        self.spent = self.spent or [None] * len(self.ranks)
-        self.steps = self.steps or [0] * len(self.ranks)
+        nothing = len(self.ranks)
+        self.estimated = self.estimated or {by: [0.0] * nothing for by in MEASURES}
+        self.spent = self.spent or {by: [None] * nothing for by in MEASURES}
+        self.steps = self.steps or [0] * nothing
 
-    def note(self, mass: Sequence[float], estimated: Sequence[float] | None) -> None:
-        """A call has been made with `resident` here. mass, estimated: of every candidate, as `Look` has them."""
+    def note(self, spent: Measures, estimated: Measures | None) -> None:
+        """A call has been made with `resident` here. spent, estimated: of every candidate, by measure."""
+        for by in MEASURES:
+            for each in self.resident:
+                before = self.spent[by][each]
+                self.spent[by][each] = spent[by][each] if before is None else _mixed(before, spent[by][each])
+            if estimated is not None:
+                pairs = zip(self.estimated[by], estimated[by], strict=True)
+                self.estimated[by] = [_mixed(old, new) if self.step else new for old, new in pairs]
         for each in self.resident:
-            before = self.spent[each]
-            self.spent[each] = mass[each] if before is None else _mixed(before, mass[each])
             self.steps[each] += 1
-        if estimated is not None:
-            before_any = self.step > 0
-            self.estimated = [
-                _mixed(old, new) if before_any else new for old, new in zip(self.estimated, estimated, strict=True)
-            ]
         self.step += 1
 
 
 def _mixed(old: float, new: float) -> float:
     return (1 - NEWEST) * old + NEWEST * new
+
+
+def check_measure(name: str, by: str) -> None:
+    """SpecError unless `by` is a measure."""
+    choice(f"{name}: by", by, MEASURES)
 
 
 class Policy(ABC):
