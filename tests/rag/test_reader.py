@@ -28,9 +28,7 @@ def reader_of(maker: Maker, prompt: object, first: list[int]) -> tuple[PromptChu
 @torch.inference_mode()
 @pytest.mark.parametrize("behind", ["head", "start", "sample"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_resident_is_the_blend_of_all(
-    family: str, behind: str, own_model: Callable[..., PreTrainedModel]
-) -> None:
+def test_all_resident_is_the_blend_of_all(family: str, behind: str, own_model: Callable[..., PreTrainedModel]) -> None:
     model, prompt = own_model(family), laid(behind=behind)
     with maker_of(model) as maker:
         chunks, reader = reader_of(maker, prompt, [0, 1, 2, 3])
@@ -121,5 +119,8 @@ def test_coded_chunks_serve_and_gapped_ones_are_refused(own_model: Callable[...,
         _, small = reader_of(coded, prompt, [0, 1, 2, 3])
         exact, near = whole.read(prompt.question), small.read(prompt.question)
         assert 0 < float((exact - near).abs().max()) < 0.2 * float(exact.abs().max())
-    with pytest.raises(SpecError, match="leaves gaps in a passage"), maker_of(model, method=Method.parse("l2norm(budget=4)")):
+    with (
+        pytest.raises(SpecError, match="leaves gaps in a passage"),
+        maker_of(model, method=Method.parse("l2norm(budget=4)")),
+    ):
         pass

@@ -65,7 +65,10 @@ def passage_rows(model: PreTrainedModel, prompt: Laid) -> list[list[tuple[Tensor
 
 @torch.no_grad()
 def reference(
-    model: PreTrainedModel, prompt: Laid, calls: Sequence[tuple[Sequence[int], Sequence[int]]], window: int | None = None
+    model: PreTrainedModel,
+    prompt: Laid,
+    calls: Sequence[tuple[Sequence[int], Sequence[int]]],
+    window: int | None = None,
 ) -> list[Tensor]:
     """Logits [tokens, vocabulary] of calls by stock transformers: of each the ids, and which candidates it may see."""
     rows, cache = passage_rows(model, prompt), DynamicCache()
@@ -82,8 +85,6 @@ def reference(
             if number not in seen:
                 sees[:, start:stop] = False
         mask = torch.where(sees, 0.0, torch.finfo(torch.float32).min)[None, None]
-        output = model(
-            torch.tensor([list(ids)]), mask, places[None], use_cache=True, **{compat.CACHE_ARGUMENT: cache}
-        )
+        output = model(torch.tensor([list(ids)]), mask, places[None], use_cache=True, **{compat.CACHE_ARGUMENT: cache})
         logits.append(output.logits[0])
     return logits

@@ -51,9 +51,7 @@ def sources(pieces: Sequence[Piece]) -> Tensor:
 
 
 @torch.inference_mode()
-def placed_layer(
-    piece: Piece, layer: int, rope: Rope, device: torch.device, to_length: int
-) -> tuple[Tensor, Tensor]:
+def placed_layer(piece: Piece, layer: int, rope: Rope, device: torch.device, to_length: int) -> tuple[Tensor, Tensor]:
     """Keys, turned to their places in the prompt, and values of one layer: [heads, tokens, dim] on the device.
 
     to_length: tokens of the whole prompt. CacheStateError for a chunk that lacks rows of some tokens, or holds codes.

@@ -68,7 +68,13 @@ def build(
         dict(retrieval.dataset),
         retrieval.about.get("retriever", ""),
         identity_digest(identity),
-        {**(settings or {}), "room": str(room), "placeholders": placeholders, "summary": maker.kind, "page": maker.page},
+        {
+            **(settings or {}),
+            "room": str(room),
+            "placeholders": placeholders,
+            "summary": maker.kind,
+            "page": maker.page,
+        },
         tuple(samples),
         tuple(skipped),
         round(time.perf_counter() - began, 3),
@@ -112,4 +118,3 @@ def _stored(maker: Maker, prompt: Laid, tiers: Sequence[Tier]) -> list[float]:
 def _is_in_order(prompt: Laid) -> bool:
     """Whether passages are read behind each other."""
     return len({each.behind for each in prompt.candidates}) > 1
-

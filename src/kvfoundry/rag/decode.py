@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from kvfoundry.blend.check import require_exact
+from kvfoundry.blend.ropes import ropes_of
+from kvfoundry.cache import KVCache
 from kvfoundry.checks import number, whole
 from kvfoundry.errors import SpecError
 from kvfoundry.evaluate.prompts import line_stops
@@ -102,7 +104,8 @@ class Decoder:
         prompt = chunks.prompt
         reader = Reader(chunks, {each: chunks.placed(each) for each in range(len(prompt.candidates))})
         logits = reader.read(prompt.question)[-1]
-        mass, tokens = [reader.look().mass], []
+        mass = [reader.look().mass]
+        tokens: list[int] = []
         for _ in range(self.settings.new_tokens):
             tokens.append(best_token(logits, self.stops, first=not tokens))
             if tokens[-1] in self.stops or len(tokens) == self.settings.new_tokens:
@@ -227,16 +230,14 @@ def _by_measure(read: Read) -> dict[str, list[float]]:
     return {by: getattr(read, by).tolist() for by in MEASURES}
 
 
-def named_policy(spec: str, placeholders: str, decoder_ropes: Sequence[Any]) -> Policy:
-    """The policy of a spec.
+def check_placeholders(model: PreTrainedModel, placeholders: str) -> None:
+    """Refuse passages that are kept as text where they cannot be computed beside an answer.
 
     Raises:
-        SpecError: as `policy`, or passages are to be computed beside the answer by a model whose frequencies change
-            with the length of what it reads.
+        SpecError: the model's frequencies change with the length of what it reads.
     """
-    if placeholders == "text" and any(rope.depends_on_length for rope in decoder_ropes):
+    if placeholders == "text" and any(rope.depends_on_length for rope in ropes_of(model, KVCache(model))):
         raise SpecError(
             "this model's rotary frequencies change with the length of a text, so passages cannot be computed while an "
             "answer is; build with --placeholders kv."
         )
-    return policy(spec)

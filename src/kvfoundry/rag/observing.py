@@ -98,7 +98,9 @@ class Observer:
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         if visibility.pattern != "full":
-            logits = logits.masked_fill(~visibility.block(0, queries)[0], -torch.inf)
+            seen = visibility.block(0, queries)[0]
+            seen = seen if len(seen) == 1 else seen.repeat_interleave(query_heads // heads, dim=0)
+            logits = logits.masked_fill(~seen, -torch.inf)
         total = logits.logsumexp(dim=-1)  # [query_heads, queries]
         if sinks is not None:
             total = torch.logaddexp(total, sinks.float()[:, None])

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvfoundry import compat
 from kvfoundry.blend.ropes import ropes_of

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,14 +47,10 @@ class Placed:
         return sum(tensor.numel() * tensor.element_size() for own in self.layers for tensor in own)
 
     @classmethod
-    def of(
-        cls, chunk: ChunkKV, at: int, model: PreTrainedModel, ropes: Sequence[Rope], to_length: int
-    ) -> Placed:
+    def of(cls, chunk: ChunkKV, at: int, model: PreTrainedModel, ropes: Sequence[Rope], to_length: int) -> Placed:
         """A chunk at its place, on the model's device. to_length: tokens of the whole prompt."""
         piece = Piece(chunk.plain(model), at)
-        layers = tuple(
-            placed_layer(piece, layer, rope, model.device, to_length) for layer, rope in enumerate(ropes)
-        )
+        layers = tuple(placed_layer(piece, layer, rope, model.device, to_length) for layer, rope in enumerate(ropes))
         return cls(at, piece.tokens, layers)
 
 
@@ -120,7 +117,7 @@ class Residents:
             stays &= (places < start) | (places >= stop)
         blocks = [(placed.layers[number], _places(placed)) for placed in coming]
         cuts = sorted({0, len(places), *(int((places < placed.at).sum()) for placed in coming)})
-        for low, high in zip(cuts, cuts[1:], strict=False):
+        for low, high in pairwise(cuts):
             kept = stays[low:high]
             if not bool(kept.any()):
                 continue
@@ -141,7 +138,7 @@ def _places(placed: Placed) -> Tensor:
 
 
 def _rows(blocks: Sequence[tuple[tuple[Tensor, Tensor], Tensor]], last: int) -> DenseRows:
-    """One rectangle of blocks of rows, with spare slots. A block: keys and values [heads, n, dim], and positions [n]."""
+    """One rectangle of blocks of rows, with spare slots; a block: keys, values [heads, n, dim], and positions [n]."""
     (keys, values), _ = blocks[0]
     rows = sum(len(places) for _, places in blocks)
     room = rows + spare_slots(rows)

@@ -7,7 +7,7 @@ passage that makes room are read until the new one is there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvfoundry.checks import number, whole

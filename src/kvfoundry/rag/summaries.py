@@ -50,7 +50,7 @@ class KeySummary:
         tokens = len(chunk.token_ids)
         first = torch.arange(0, tokens, page)
         sizes = (tokens - first).clamp(max=page)
-        parts = []
+        parts: list[tuple[Tensor, ...]] = []
         for layer in chunk.layers:
             keys = layer.keys.float()
             low, high = page_bounds(keys, page)
@@ -66,7 +66,7 @@ class KeySummary:
         """The summary of the chunk when each of its keys stands `by` positions further; lengths as in `Rope.move`."""
         there = self.first[None, None]
         here, lengths = there + by, {"length": length, "to_length": to_length}
-        parts = []
+        parts: list[tuple[Tensor, ...]] = []
         for rope, own in zip(ropes, self.parts, strict=True):
             if self.kind == "bounds":
                 low, high = rope.move_bounds(own[0][None], own[1][None], there, here, **lengths)
@@ -150,5 +150,3 @@ class Shelf:
 def summary_path(folder: Path, name: str, kind: Kind, page: int) -> Path:
     """Where the summary of a chunk lies. name: the id of its key."""
     return folder / "summaries" / f"{kind}-{page}" / name[:2] / f"{name}.safetensors"
-
-

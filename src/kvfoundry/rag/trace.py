@@ -11,11 +11,11 @@ from typing import Any
 class Step:
     """One call of the model.
 
-    number: from 0; kind: "question" or "answer"; position: of the first token read; tokens: how many; read: the answer's
-    token that was read. resident: candidates that were there; started, landed, evicted, dropped, failed: transfers.
-    values: the policy's worth of every candidate after the call; spent: attention that each got, of those that were
-    there. stall_seconds: waited before the call. measure: attention that each would have got with all there, None where
-    that was not measured.
+    number: from 0; kind: "question" or "answer", "draft" or "verify"; position: of the first token read; tokens: how
+    many; read: tokens of the answer that were read. resident: candidates that were there; started, landed, evicted,
+    dropped, failed: transfers. values: the policy's worth of every candidate after the call; spent: attention that each
+    got, of those that were there. stall_seconds: waited before the call. measure: attention that each would have got
+    with all there, None where that was not measured.
     """
 
     number: int

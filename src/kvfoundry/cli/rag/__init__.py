@@ -3,6 +3,7 @@
 import typer
 
 from kvfoundry.cli.rag.build import build
+from kvfoundry.cli.rag.decode import decode
 from kvfoundry.cli.rag.retrieve import retrieve
 
 rag_app = typer.Typer(help="Retrieval-augmented generation, step by step.", no_args_is_help=True)
@@ -15,3 +16,4 @@ def _group() -> None:
 
 rag_app.command()(retrieve)
 rag_app.command()(build)
+rag_app.command()(decode)

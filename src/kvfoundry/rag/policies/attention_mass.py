@@ -11,7 +11,8 @@ from kvfoundry.rag.policies.register import register
 class AttentionMass(Policy):
     """Of a candidate that was never here nothing is known: it counts as much as the mean of the others, by rank.
 
-    by: the measure. So passages that get less than the mean give way to unknown ones, the best rank first, until each has been read.
+    by: the measure. So passages that get less than the mean give way to unknown ones, the best rank first, until each
+    has been read.
     """
 
     by: By = "focus"

@@ -15,7 +15,7 @@ from kvfoundry.rag.policies.register import register
 @register
 @dataclass(frozen=True)
 class Bandit(Policy):
-    """by: the measure. bonus: of an arm that was never pulled, in means over all arms, times the root of the log of steps."""
+    """by: the measure. bonus: of an arm never pulled, in means over all arms, times the root of the log of steps."""
 
     bonus: float = 0.5
     by: By = "focus"
