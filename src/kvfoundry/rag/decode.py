@@ -146,8 +146,10 @@ class _Decoding:
     def run(self) -> Answer:
         began = time.perf_counter()
         shelf = self.chunks.shelf() if self.settings.policy.estimates else None
-        first = {each: self.chunks.placed(each) for each in sorted(self.scheduler.resident)}
-        self.reader = Reader(self.chunks, first, shelf=shelf)
+        # The reader copies these rows into its cache; nobody else keeps them.
+        self.reader = Reader(
+            self.chunks, {each: self.chunks.placed(each) for each in sorted(self.scheduler.resident)}, shelf=shelf
+        )
         loaded = time.perf_counter() - began
         with Transfers(self.chunks.placed, self.settings.delay) as self.transfers:
             tokens = self._tokens(began)
@@ -222,7 +224,7 @@ class _Decoding:
             step.dropped.append(arrived.number)
             return
         self.reader.residents.exchange(leaving, {arrived.number: arrived.content})
-        step.landed.append({"candidate": arrived.number, "seconds": round(arrived.seconds, 4)})
+        step.landed.append({"candidate": arrived.number, "replaced": leaving, "seconds": round(arrived.seconds, 4)})
         step.evicted += leaving
 
 

@@ -46,6 +46,12 @@ class Placed:
         """Bytes of the rows."""
         return sum(tensor.numel() * tensor.element_size() for own in self.layers for tensor in own)
 
+    def to(self, device: str | torch.device) -> Placed:
+        """The rows on another device; complete when this returns."""
+        _await(self)
+        layers = tuple((keys.to(device), values.to(device)) for keys, values in self.layers)
+        return Placed(self.at, self.tokens, layers)
+
     @classmethod
     def of(cls, chunk: ChunkKV, at: int, model: PreTrainedModel, ropes: Sequence[Rope], to_length: int) -> Placed:
         """A chunk at its place, on the model's device. to_length: tokens of the whole prompt."""
@@ -57,8 +63,10 @@ class Placed:
 class Residents:
     """The passages that a cache holds in front of the question, and no others of the candidates.
 
+    Rows that come may be on the host; they are copied to where their layer is.
+
     spans: places of all candidates, ascending; front: what is always there; first: candidates that are there at the
-    beginning; question_at: where the question begins. heads: KV heads of the model in each attention layer.
+    beginning; question_at: where the question begins.
     """
 
     def __init__(
@@ -71,12 +79,12 @@ class Residents:
     ):
         self.cache, self.spans = cache, list(spans)
         self.sizes: dict[int, int] = {number: placed.nbytes for number, placed in first.items()}
-        self._known = dict(self.sizes)
         ordered = sorted([*front, *first.values()], key=lambda placed: placed.at)
         if not ordered:
             raise CacheStateError("a cache without any row cannot begin; give a head, or room for a passage.")
         for number, layer in enumerate(cache.attention_layers):
-            rows = _rows([(placed.layers[number], _places(placed)) for placed in ordered], question_at)
+            device = ordered[0].layers[number][0].device
+            rows = _rows([(placed.layers[number], _places(placed)) for placed in ordered], question_at, device)
             layer.hold(rows, question_at, rows.lengths.shape[1])
         cache.prompt.start = question_at
 
@@ -129,7 +137,7 @@ class Residents:
                 keys, values, own = keys.index_select(1, there), values.index_select(1, there), own[at]
             blocks.append(((keys, values), own))
         blocks.sort(key=lambda block: int(block[1][0]))
-        layer.rows = _rows(blocks, layer.seen)
+        layer.rows = _rows(blocks, layer.seen, view.keys.device)
         layer.note_bytes()
 
 
@@ -137,13 +145,13 @@ def _places(placed: Placed) -> Tensor:
     return torch.arange(placed.at, placed.stop)
 
 
-def _rows(blocks: Sequence[tuple[tuple[Tensor, Tensor], Tensor]], last: int) -> DenseRows:
+def _rows(blocks: Sequence[tuple[tuple[Tensor, Tensor], Tensor]], last: int, device: torch.device) -> DenseRows:
     """One rectangle of blocks of rows, with spare slots; a block: keys, values [heads, n, dim], and positions [n]."""
     (keys, values), _ = blocks[0]
     rows = sum(len(places) for _, places in blocks)
     room = rows + spare_slots(rows)
-    key_room = keys.new_zeros(1, keys.shape[0], room, keys.shape[2])
-    value_room = values.new_zeros(1, values.shape[0], room, values.shape[2])
+    key_room = keys.new_zeros(1, keys.shape[0], room, keys.shape[2], device=device)
+    value_room = values.new_zeros(1, values.shape[0], room, values.shape[2], device=device)
     positions = torch.full((1, 1, room), -1, dtype=position_dtype(last))
     at = 0
     for (keys, values), places in blocks:
@@ -151,7 +159,7 @@ def _rows(blocks: Sequence[tuple[tuple[Tensor, Tensor], Tensor]], last: int) -> 
         key_room[0, :, at:stop], value_room[0, :, at:stop], positions[0, 0, at:stop] = keys, values, places
         at = stop
     lengths = torch.full((1, key_room.shape[1]), rows)
-    return DenseRows(key_room, value_room, positions.to(keys.device), lengths)
+    return DenseRows(key_room, value_room, positions.to(device), lengths)
 
 
 def _await(placed: Placed) -> None:

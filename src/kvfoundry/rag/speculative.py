@@ -46,10 +46,9 @@ class Speculator:
         sizes = [token_bytes(self._decoder.shape) * len(each.token_ids) for each in prompt.candidates]
         room = own.room.of(sizes)
         here = first_residents(sizes, prompt.ranks, prompt.found, room)
-        rows = {each: chunks.placed(each) for each in range(len(sizes))}
-        reader = Reader(chunks, rows, observed=False)
+        reader = Reader(chunks, {each: chunks.placed(each) for each in range(len(sizes))}, observed=False)
+        absent = {each: chunks.placed(each).to("cpu") for each in range(len(sizes)) if each not in here}
         loaded = time.perf_counter() - began
-        absent = {each: placed for each, placed in rows.items() if each not in here}
         log = _Log(reader, sorted(here), list(range(len(sizes))))
 
         logits = log.call(prompt.question, "question", full=True)

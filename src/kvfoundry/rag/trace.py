@@ -103,22 +103,15 @@ class Answer:
         }
 
     def wrong_guesses(self) -> int:
-        """Transfers that cost bandwidth for nothing: dropped on arrival, not landed by the end, or never read more
-        than the mean of the passages beside them."""
-        started = [each for step in self.steps for each in step.started]
+        """Transfers that cost bandwidth for nothing: dropped, failed, not here by the end, or here and never read as
+        much as what had to go for them was read before."""
         useful = 0
         for step in self.steps:
+            before = self.steps[step.number - 1].spent
             for landed in step.landed:
-                useful += self._was_read(landed["candidate"], step.number)
-        return len(started) - useful
-
-    def _was_read(self, candidate: int, since: int) -> bool:
-        for step in self.steps[since:]:
-            if candidate not in step.resident:
-                return False
-            if step.spent[candidate] >= sum(step.spent) / len(step.resident):
-                return True
-        return False
+                lost = max((before[each] for each in landed["replaced"]), default=0.0)
+                useful += any(later.spent[landed["candidate"]] > lost for later in self.steps[step.number :])
+        return sum(len(step.started) for step in self.steps) - useful
 
 
 def totals(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
