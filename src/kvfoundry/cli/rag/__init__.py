@@ -2,6 +2,8 @@
 
 import typer
 
+from kvfoundry.cli.rag.build import build
+from kvfoundry.cli.rag.decode import decode
 from kvfoundry.cli.rag.retrieve import retrieve
 
 rag_app = typer.Typer(help="Retrieval-augmented generation, step by step.", no_args_is_help=True)
@@ -13,3 +15,5 @@ def _group() -> None:
 
 
 rag_app.command()(retrieve)
+rag_app.command()(build)
+rag_app.command()(decode)
