@@ -27,6 +27,7 @@ def tell(
     gathered: Annotated[Path | None, typer.Option(help="What the first step wrote.")] = None,
     k: Annotated[int, typer.Option(help="How many.")] = 5,
     loud: Annotated[bool, typer.Option(help="In capitals.")] = False,
+    pages: Annotated[Path, typer.Option(help="Where the pages go.")] = Path("results/told/pages"),
     out: Annotated[Path, typer.Option(help="Folder.")] = Path("results/told"),
     as_json: Annotated[bool, typer.Option(help="JSON.")] = False,
 ) -> None:
@@ -61,7 +62,7 @@ def test_the_later_source_wins_and_a_section_wins_over_all_steps(settings, tmp_p
     assert settings.of(GATHER, {})["k"] == 6 and settings.of(TELL, {})["k"] == 7
     read_assignments(settings, ["tell.k=8", "k=9", "tell.loud=no", "gather.words=c, d"])
     assert settings.of(GATHER, {})["k"] == 9 and settings.of(TELL, {}) | {"gathered": None} == {
-        "gathered": None, "k": 8, "loud": False, "out": Path("results/told"),
+        "gathered": None, "k": 8, "loud": False, "pages": Path("results/told/pages"), "out": Path("results/told"),
     }  # fmt: skip
     assert settings.of(GATHER, {})["words"] == ["c", "d"]
 
@@ -76,7 +77,10 @@ def test_steps_hand_on_what_they_made_unless_another_is_named(settings, tmp_path
 def test_one_folder_holds_a_folder_of_each_step(settings):
     settings.set(None, "out", "elsewhere", "--out")
     assert settings.of(GATHER, {})["out"] == Path("elsewhere/gathered")
-    assert settings.of(TELL, {})["out"] == Path("elsewhere/told")
+    told = settings.of(TELL, {})
+    assert told["out"] == Path("elsewhere/told") and told["pages"] == Path("elsewhere/told/pages")
+    settings.set("tell", "pages", "here", "--set")
+    assert settings.of(TELL, {})["pages"] == Path("here")
 
 
 def test_the_template_explains_every_setting_and_reads_back(settings, tmp_path):

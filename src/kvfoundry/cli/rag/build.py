@@ -56,7 +56,7 @@ def build(
     out: Annotated[Path, typer.Option("--out", help="Folder for the summary.")] = Path("results/kv_caches"),
     limit: Annotated[int | None, typer.Option("--limit", help="Only the first so many samples.")] = None,
     as_json: JsonOption = False,
-) -> None:
+) -> dict[str, Path]:
     """Compute the keys and values of all candidate passages once: <dataset>_kv_top<k>.json and a folder of chunks.
 
     What is stored already is skipped; an interrupted run goes on. Bad samples are named and left out.
@@ -112,6 +112,7 @@ def build(
         raise Interrupted(f"interrupted; stored chunks are kept. Go on with: {again}") from error
     made.save(path)
     _tell(made, path, as_json)
+    return {"kv": path}
 
 
 def _tell(made: "KvFile", path: Path, as_json: bool) -> None:

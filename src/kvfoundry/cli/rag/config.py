@@ -60,10 +60,20 @@ class Settings:
         """The arguments of one step; handed: what steps before it have made, unless the user named another."""
         given = {name: value for name, value in handed.items() if name in step.options}
         given |= {name: value for name, value in self.common.items() if name in step.options}
-        if OUT in self.common and OUT in step.options:
-            given[OUT] = self.common[OUT] / Path(step.options[OUT].default).name
-        given |= self.own.get(step.name, {})
+        if OUT in self.common:
+            given |= _moved(step, self.common[OUT])
+        given |= step.always | self.own.get(step.name, {})
         return {option.name: given.get(option.name, option.default) for option in step.options.values()}
+
+
+def _moved(step: Step, out: Path) -> dict[str, Path]:
+    """A step's folder, and what lies in it by default, in another folder of results."""
+    home = step.options[OUT].default
+    return {
+        option.name: out / home.name / option.default.relative_to(home)
+        for option in step.options.values()
+        if isinstance(option.default, Path) and option.default.is_relative_to(home)
+    }
 
 
 def read_config(settings: Settings, path: Path) -> None:

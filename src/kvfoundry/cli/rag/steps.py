@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -33,11 +33,13 @@ class Option:
 class Step:
     """A command `kvfoundry rag NAME`, called with its options by name.
 
-    It returns what later steps need under the names of their options, for example {"retrieval": path}.
+    It returns what later steps need under the names of their options, for example {"retrieval": path}. always: options
+    that a pipeline sets otherwise than the command alone.
     """
 
     name: str
     command: Callable[..., Mapping[str, Any] | None]
+    always: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def options(self) -> dict[str, Option]:
@@ -61,4 +63,4 @@ def steps() -> tuple[Step, ...]:
     from kvfoundry.cli.rag.decode import decode
     from kvfoundry.cli.rag.retrieve import retrieve
 
-    return Step("retrieve", retrieve), Step("build", build), Step("decode", decode)
+    return Step("retrieve", retrieve), Step("build", build), Step("decode", decode, {"resume": True})
