@@ -76,7 +76,7 @@ class Observer:
         return look
 
     def forget(self) -> None:
-        """Drop what was read, as of an attempt that does not count."""
+        """Drop what was read and not taken."""
         self._mass, self._spent, self._estimated = [], [], []
 
     def _attend(

@@ -85,6 +85,8 @@ class Reader:
     @torch.inference_mode()
     def read(self, ids: Sequence[int]) -> Tensor:
         """Logits [tokens, vocabulary] of tokens that come next."""
+        if self.observer is not None:
+            self.observer.forget()
         device, past = self.model.device, self.seen
         tokens = torch.tensor([list(ids)], device=device)
         places = torch.arange(past, past + len(ids), device=device)[None]
@@ -96,7 +98,7 @@ class Reader:
         return logits
 
     def look(self) -> Look:
-        """What the calls since the last look have read."""
+        """What the last call has read; to be taken once."""
         assert self.observer is not None
         return self.observer.take()
 
