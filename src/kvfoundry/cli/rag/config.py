@@ -62,7 +62,8 @@ class Settings:
         given |= {name: value for name, value in self.common.items() if name in step.options}
         if OUT in self.common:
             given |= _moved(step, self.common[OUT])
-        given |= step.always | self.own.get(step.name, {})
+        given |= step.always
+        given |= self.own.get(step.name, {})
         return {option.name: given.get(option.name, option.default) for option in step.options.values()}
 
 
