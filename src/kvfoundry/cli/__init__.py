@@ -17,6 +17,7 @@ from kvfoundry.cli.lm_eval import PASS_ON, lm_eval
 from kvfoundry.cli.methods import methods
 from kvfoundry.cli.options import Interrupted
 from kvfoundry.cli.pick import pick
+from kvfoundry.cli.plan import plan
 from kvfoundry.cli.report import report
 from kvfoundry.cli.run import run
 from kvfoundry.cli.store import store_app
@@ -37,6 +38,7 @@ app.add_typer(eval_app, name="eval")
 app.command(context_settings=PASS_ON)(lm_eval)
 app.command()(report)
 app.command()(pick)
+app.command()(plan)
 app.add_typer(analyze_app, name="analyze")
 app.add_typer(store_app, name="store")
 
