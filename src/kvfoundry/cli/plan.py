@@ -1,7 +1,6 @@
 """`kvfoundry plan`: will it fit, and how many tokens, chunks and sequences."""
 
 import json
-import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ from kvfoundry.cli.options import JsonOption, MethodOption, ModelOption, parse_b
 from kvfoundry.errors import DataError
 
 if TYPE_CHECKING:
-    from kvfoundry.planning import Memory, MethodPlan, Plan
+    from kvfoundry.planning import MethodPlan, Plan
 
 # Columns of a terminal from which names of methods have room beside their figures.
 _WIDE = 110
@@ -51,8 +50,9 @@ def plan(
     from kvfoundry.method import Method
     from kvfoundry.planning import memory_at_hand
     from kvfoundry.planning import plan as make
+    from kvfoundry.planning.memory import memory_of
 
-    device = memory_at_hand() if gpu is None else _device(gpu)
+    device = memory_at_hand() if gpu is None else memory_of(gpu)
     amounts = parse_budgets([budget] if budget else [])
     if len(amounts) > 1:
         raise DataError("give one --budget.")
@@ -79,17 +79,6 @@ def plan(
         _print(made)
     if asked and not all(line.fits for line in made.methods):
         raise typer.Exit(1)
-
-
-def _device(text: str) -> "Memory":
-    from kvfoundry.errors import unknown_name
-    from kvfoundry.planning.memory import CARDS, Memory, card
-
-    if (found := card(text)) is not None:
-        return found
-    if re.fullmatch(r"\s*[0-9.]+\s*[a-zA-Z]+\s*", text):
-        return Memory(f"a device of {text.strip()}", parse_bytes(text, "--gpu"))
-    raise DataError(f"--gpu takes a size such as 24GiB, or a card: {unknown_name('card', text, CARDS)}")
 
 
 def size(nbytes: float) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from kvfoundry.errors import DataError
+from kvfoundry.chunks.config import parsed_size
+from kvfoundry.errors import DataError, unknown_name
 
 _MIB = 2**20
 # What the driver reports for whole cards, in MiB.
@@ -49,6 +52,16 @@ def memory_at_hand() -> Memory:
     except (AttributeError, ValueError, OSError) as error:
         raise DataError("this system does not say how much memory it has; give a device with --gpu 24GiB.") from error
     return Memory("CPU (this machine's memory)", nbytes, on_gpu=False)
+
+
+def memory_of(text: str) -> Memory:
+    """A device that a user names: a card, or a size with its unit. Raises DataError for anything else."""
+    if (found := card(text)) is not None:
+        return found
+    if re.fullmatch(r"\s*[0-9.]+\s*[a-zA-Z]+\s*", text):
+        with suppress(ValueError):
+            return Memory(f"a device of {text.strip()}", parsed_size(text))
+    raise DataError(f"--gpu takes a size such as 24GiB, or a card: {unknown_name('card', text, CARDS)}")
 
 
 def card(name: str) -> Memory | None:
