@@ -18,6 +18,7 @@ from kvfoundry.cli.methods import methods
 from kvfoundry.cli.options import Interrupted
 from kvfoundry.cli.pick import pick
 from kvfoundry.cli.plan import plan
+from kvfoundry.cli.rag import rag_app
 from kvfoundry.cli.report import report
 from kvfoundry.cli.run import run
 from kvfoundry.cli.store import store_app
@@ -40,6 +41,7 @@ app.command()(report)
 app.command()(pick)
 app.command()(plan)
 app.add_typer(analyze_app, name="analyze")
+app.add_typer(rag_app, name="rag")
 app.add_typer(store_app, name="store")
 
 # typer exports no name for the base of its usage errors; BadParameter is the one public member of that family.
