@@ -20,8 +20,8 @@ MIB = 2**20
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with nothing but the config of a model of 12 layers in bfloat16."""
-    config = FAMILIES["qwen3"](**{**_COMMON, "num_hidden_layers": 12, "max_position_embeddings": 8192})
+    """A folder with nothing but the config of a model of 6 layers in bfloat16; its positions are 8,192."""
+    config = FAMILIES["qwen3"](**{**_COMMON, "num_hidden_layers": 6, "max_position_embeddings": 8192})
     config.dtype = torch.bfloat16
     config.save_pretrained(tmp_path)
     return tmp_path
@@ -60,7 +60,7 @@ def test_the_largest_context_is_found(peak, limit):
 
 def test_a_batch_and_a_device_that_is_too_small(folder):
     one, four = (
-        plan(folder, device=Memory("tiny", 40 * MIB), methods=["fullkv"], context=256, batch=n) for n in (1, 4)
+        plan(folder, device=Memory("tiny", 20 * MIB), methods=["fullkv"], context=256, batch=n) for n in (1, 4)
     )
     assert four.methods[0].cache_bytes == 4 * one.methods[0].cache_bytes
     assert four.methods[0].largest_context < one.methods[0].largest_context

@@ -93,6 +93,10 @@ def _count(number: int) -> str:
     return f"{number:,}"
 
 
+def _parameters(number: int) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
+
+
 def _print(made: "Plan") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -103,7 +107,7 @@ def _print(made: "Plan") -> None:
     console.print(Text(f"{made.model}: {made.family}", style="bold"))
     layers = "; ".join(f"{count} layers of {words}" for words, count in made.layers.items())
     facts = [
-        ("model", f"{made.parameters / 1e9:.3g} billion parameters in {made.dtype}; {layers}"),
+        ("model", f"{_parameters(made.parameters)} parameters in {made.dtype}; {layers}"),
         ("device", f"{made.device} ({size(made.device_bytes)})"),
         (
             "room",
