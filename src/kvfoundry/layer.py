@@ -560,6 +560,13 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             self.rows_lost_at = tokens
         self.note_bytes()
 
+    def begin_behind(self, tokens: int) -> None:
+        """Count, in an empty layer, as if one sequence of `tokens` tokens had passed and left no row."""
+        if self.rows is not None:
+            raise CacheStateError("the layer has rows already; reset() the cache first.")
+        self.real, self.seen, self._longest = torch.tensor([tokens]), tokens, tokens
+        self.is_initialized = True
+
     def look_back(self, query: Tensor, positions: Tensor, reading: Reading, module: nn.Module | None) -> None:
         """Let the method see queries of tokens whose rows the layer holds, before the rest of the prompt comes.
 
