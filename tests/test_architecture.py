@@ -24,6 +24,7 @@ MINOR = {
     "quiet",
     "columns",
     "tensor_refusal",
+    "travelling",
 }
 
 

@@ -1,0 +1,101 @@
+"""Who decodes an answer: the engine where it can and may, else the plain loop of transformers, and why."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+
+from kvfoundry.cache import KVCache
+from kvfoundry.engine.attention import without_triton
+from kvfoundry.engine.decoding import decoder
+from kvfoundry.engine.engine import DecodeEngine
+from kvfoundry.engine.serving import refusal
+from kvfoundry.errors import KVFoundryError
+
+
+class Decision:
+    """How one answer is decoded.
+
+    engine: an engine to use, True for a new one, False for none, None for one where it is faster (a CUDA device with
+    Triton). require_kernels: KVFoundryError instead of another way. compile: as in `DecodeEngine`.
+    notes: what a reader of results must know of it.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, engine: DecodeEngine | bool | None, *, require_kernels: bool, compile: bool
+    ):
+        self.model, self.required, self.compile = model, require_kernels, compile
+        if engine is False and (require_kernels or compile):
+            raise KVFoundryError("engine=False decodes by the plain loop; leave require_kernels and compile out.")
+        if isinstance(engine, DecodeEngine) and engine.model is not model:
+            raise KVFoundryError("the engine was made for another model.")
+        self._engine = engine
+        self.notes: list[str] = []
+
+    def method(
+        self,
+        device: torch.device,
+        cache: KVCache,
+        streamer: Any,
+        config: GenerationConfig | None,
+        options: dict[str, Any],
+        *,
+        outlives: bool,
+    ) -> Callable[..., Tensor] | None:
+        """The decoding method for `model.generate`; None for its own.
+
+        config, options: what `generate` is given. outlives: the cache is wanted afterwards.
+        """
+        if self._engine is False:
+            return None
+        missing = without_triton(device)
+        if self.required and missing is not None:
+            raise KVFoundryError(f"require_kernels=True, but {missing}.")
+        asked = bool(self._engine) or self.required or self.compile
+        if not asked and missing is not None:
+            if device.type == "cuda":
+                self.notes.append(f"decoded by the plain loop: {missing}.")
+            return None
+        reason = (
+            _mode_refusal(self.model, config, options)
+            or (None if device.type in ("cpu", "cuda") else f"the engine does not know the device {device.type}")
+            or refusal(self.model, cache)
+        )
+        if reason is not None:
+            self._refused(reason)
+            return None
+        engine = self._engine
+        if not isinstance(engine, DecodeEngine):
+            engine = DecodeEngine(self.model, compile=self.compile, room=1)
+        note = self.notes.append
+        return decoder(engine, cache, streamer, outlives=outlives, refused=self._refused, note=note)
+
+    def _refused(self, reason: str) -> None:
+        if self.required:
+            raise KVFoundryError(f"require_kernels=True, but the engine cannot serve this: {reason}.")
+        self.notes.append(f"decoded by the plain loop: {reason}.")
+
+
+def _mode_refusal(model: PreTrainedModel, given: GenerationConfig | None, options: dict[str, Any]) -> str | None:
+    """Why this way of decoding is not the engine's."""
+    own = model.generation_config
+    config = copy.deepcopy(given or own or GenerationConfig())
+    config.update(**options)
+    if given is not None and own is not None:
+        for name in ("num_beams", "do_sample", "prompt_lookup_num_tokens", "penalty_alpha", "stop_strings"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, getattr(own, name, None))
+    if config.stop_strings:
+        return "stop_strings stand in the generation config; give them to generate"
+    mode = config.get_generation_mode(options.get("assistant_model"))
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return f"{mode.value.replace('_', ' ')} goes beyond one token per step and sequence"
+    if options.get("custom_generate") is not None:
+        return "custom_generate is given"
+    return None

@@ -1,0 +1,156 @@
+"""The engine of one model: moves the rows of a cache into static buffers and gives the program that decodes them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvfoundry.cache import KVCache
+from kvfoundry.engine.attention import kernels_for
+from kvfoundry.engine.layer import StaticCache, StaticLayer
+from kvfoundry.engine.program import Program
+from kvfoundry.engine.replacing import replacing
+from kvfoundry.engine.rows import Plan, StaticRows
+from kvfoundry.engine.sampling import Sampler
+from kvfoundry.engine.serving import plan_of, refusal
+from kvfoundry.errors import KVFoundryError
+from kvfoundry.layer import CacheLayer, storage_bytes
+from kvfoundry.layouts.base import RowsView
+
+
+class DecodeEngine:
+    """Decodes caches of one model in steps of fixed shape, on a CUDA device as replays of one graph.
+
+        engine = kvfoundry.DecodeEngine(model)
+        kvfoundry.generate(model, tokenizer, prompts, method, engine=engine)
+
+    One engine for many calls keeps the buffers and the graph of the last one: a call of the same shape class (batch,
+    heads, method's way of dropping rows, sampling settings, and no more slots than are there) records nothing again.
+    `clear()` frees them. compile: put the model's forward pass through torch.compile first; that takes a minute or two
+    once per process for a large model. graph: False runs the same step without recording it. room: slots are given in
+    multiples of so many per head, so that texts of similar length are of one class.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, compile: bool = False, graph: bool = True, room: int = 1024):
+        self._model = weakref.ref(model)
+        self.compile, self.graph, self.room = compile, graph, room
+        self.recorded = 0  # programs made so far
+        self._program: Program | None = None
+        self._key: Any = None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that the engine was made for."""
+        model = self._model()
+        if model is None:
+            raise KVFoundryError("the model of this engine is gone; make an engine for the present one.")
+        return model
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the static buffers that the engine holds now."""
+        if self._program is None:
+            return 0
+        return storage_bytes(tensor for layer in self._program.cache.static for tensor in layer.tensors())
+
+    def clear(self) -> None:
+        """Free buffers and graph."""
+        self._program = self._key = None
+
+    def begin(
+        self,
+        cache: KVCache,
+        text: Tensor,
+        new: int,
+        *,
+        processors: Sequence[Any] = (),
+        sample: bool = False,
+        stops: Tensor | None = None,
+        pad: int = 0,
+    ) -> Program:
+        """The program that goes on with a cache, whose rows leave it for the engine's buffers until `finish`.
+
+        text: [batch, tokens] all token ids so far; the cache has seen all but the last. new: steps at most.
+        """
+        reason = refusal(self.model, cache)
+        if reason is not None:
+            raise KVFoundryError(f"the engine cannot decode this cache: {reason}.")
+        layers: list[CacheLayer] = cache.attention_layers
+        sampler = Sampler(processors, text, _vocabulary(self.model), sample=sample, stops=stops, pad=pad)
+        key = (text.shape[0], str(text.device), sampler.settings, [str(layer.method) for layer in layers])
+        program = self._program if key == self._key else None
+        if program is None or not self._take(program, layers, new):
+            self.clear()
+            program = self._made(layers, sampler, text, new)
+            self._program, self._key = program, key
+            self.recorded += 1
+        else:
+            program.sampler.restart(sampler)
+        real = layers[0].real
+        assert real is not None
+        program.ids.copy_(text[:, -1:])
+        program.position.copy_(real)
+        return program
+
+    def finish(self, cache: KVCache, steps: int, *, keep: bool) -> None:
+        """Let the cache go on as one that has decoded `steps` tokens. keep: it needs its rows again."""
+        assert self._program is not None
+        for layer, static in zip(cache.attention_layers, self._program.cache.static, strict=True):
+            assert layer.real is not None
+            columns = {} if static.replacing is None else static.replacing.columns()
+            rows = static.rows.layout(layer.real + steps, columns) if keep else None
+            full = static.began + steps > layer.decode_budget[:, None] if static.rows.spends else None
+            layer.resume(rows, steps, dropped=full is not None and bool(full.any()))
+
+    def _made(self, layers: Sequence[CacheLayer], sampler: Sampler, text: Tensor, new: int) -> Program:
+        position = torch.zeros(text.shape[0], dtype=torch.long, device=text.device)
+        kernels, static = kernels_for(text.device), []
+        for number, layer in enumerate(layers):
+            plan, view = self._plan(layer, new)
+            rows = StaticRows.empty(plan, view)
+            choosing = replacing(layer.method, rows, layer.decode_budget) if plan.spends else None
+            static.append(StaticLayer(number, rows, choosing, kernels, position, layer.family))
+            del view
+            _move(layer, static[-1], plan)
+        forward: Callable[..., Any] = self.model.forward
+        if self.compile:
+            forward = torch.compile(forward, dynamic=False)
+        graph = self.graph and text.device.type == "cuda"
+        return Program(forward, StaticCache(static), sampler, text[:, -1:].clone(), position, graph=graph)
+
+    def _take(self, program: Program, layers: Sequence[CacheLayer], new: int) -> bool:
+        """Move the rows into the buffers of a program that exists, if they fit."""
+        plans = []
+        for layer, static in zip(layers, program.cache.static, strict=True):
+            plan, view = self._plan(layer, new)
+            if not static.rows.fits(plan, view):
+                return False
+            plans.append(plan)
+        for layer, static, plan in zip(layers, program.cache.static, plans, strict=True):
+            _move(layer, static, plan)
+        return True
+
+    def _plan(self, layer: CacheLayer, new: int) -> tuple[Plan, RowsView]:
+        assert layer.rows is not None
+        return plan_of(layer, layer.rows, new, self.room), layer.rows.view()
+
+
+def _move(layer: CacheLayer, static: StaticLayer, plan: Plan) -> None:
+    """Take the rows out of a layer of the cache; what it held is free when this returns."""
+    budget = layer.decode_budget if plan.spends else None
+    rows = layer.lend()
+    static.rows.fill(plan, rows)
+    static.began = torch.minimum(rows.lengths, plan.capacities)
+    if static.replacing is not None and budget is not None:
+        static.replacing.begin(budget, rows.view().columns)
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    head = model.get_output_embeddings()
+    width = getattr(head, "out_features", None)
+    return int(width or model.config.get_text_config(decoder=True).vocab_size)
