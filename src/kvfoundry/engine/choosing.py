@@ -86,7 +86,7 @@ def _mode_refusal(model: PreTrainedModel, given: GenerationConfig | None, option
     """Why this way of decoding is not the engine's."""
     own = model.generation_config
     config = copy.deepcopy(given or own or GenerationConfig())
-    config.update(**options)
+    config.update(**{name: value for name, value in options.items() if name != "stop_strings"})
     if given is not None and own is not None:
         for name in ("num_beams", "do_sample", "prompt_lookup_num_tokens", "penalty_alpha", "stop_strings"):
             if getattr(config, name, None) is None:

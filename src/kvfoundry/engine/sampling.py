@@ -54,8 +54,6 @@ class Sampler:
         """Why these processors cannot run on the device; None where they can."""
         for processor in processors:
             name = type(processor).__name__
-            if name == "RepetitionPenaltyLogitsProcessor" and getattr(processor, "prompt_ignore_length", None):
-                return f"{name} is told to ignore the prompt"
             served = name in _OF_SCORES or name in _MADE
             if not served:
                 return f"{name} looks at the text on the host"
@@ -99,7 +97,7 @@ class Sampler:
 
 def _told(processor: Any) -> tuple[Any, ...]:
     """A processor and everything that it was told, as plain values."""
-    told = sorted(vars(processor).items())
+    told = sorted((name, value) for name, value in vars(processor).items() if name != "prompt_ignore_length")
     plain = ((name, value.tolist() if isinstance(value, Tensor) else value) for name, value in told)
     return type(processor).__name__, *((name, str(value)) for name, value in plain)
 
@@ -111,7 +109,12 @@ class _Repetition:
         self.penalty = float(processor.penalty)
         # one column more, for ids that the model reads and cannot write
         self.used = torch.zeros(ids.shape[0], vocabulary + 1, dtype=torch.bool, device=ids.device)
-        self.used.scatter_(1, ids.clamp(max=vocabulary), True)
+        ids = ids.clamp(max=vocabulary)
+        ignored = getattr(processor, "prompt_ignore_length", None)  # tokens of each row, or of all; unknown to 5.17
+        if ignored is not None:
+            number = torch.arange(ids.shape[1], device=ids.device)
+            ids = ids.masked_fill(number < torch.as_tensor(ignored, device=ids.device).reshape(-1, 1), vocabulary)
+        self.used.scatter_(1, ids, True)
 
     def add(self, token: Tensor) -> None:
         self.used.scatter_(1, token[:, None], True)
