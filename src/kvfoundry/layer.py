@@ -559,6 +559,8 @@ class CacheLayer(RefusesTensorUse, TravellingKey, CacheLayerMixin):
             self._leave_window(tokens)
         elif bool((rows.lengths < self.real[:, None]).any()):
             self.rows_lost_at = tokens
+        if self.acts:
+            self._acting.grant(self.budget_rows())
         self.note_bytes()
 
     def lend(self) -> Layout:
