@@ -16,7 +16,7 @@ from kvfoundry import compat
 from kvfoundry.cache import KVCache
 from kvfoundry.devices import input_device
 from kvfoundry.engine import DecodeEngine
-from kvfoundry.engine.choosing import Decision
+from kvfoundry.engine.choosing import Choice
 from kvfoundry.errors import DataError
 from kvfoundry.feeding import check_length, feed, with_answer_begun
 from kvfoundry.kept import Kept, kept_by_row
@@ -130,10 +130,8 @@ def generate(
         )
     if documents is None and store is not None:
         raise DataError("store=... serves the chunks of documents; give documents=[...] with it.")
-    decoding = {
-        "streamer": streamer, "generation_config": generation_config, "engine": engine,
-        "require_kernels": require_kernels, "compile": compile, **options,
-    }  # fmt: skip
+    choice = Choice(model, engine, require_kernels=require_kernels, compile=compile)
+    decoding = {"streamer": streamer, "generation_config": generation_config, "choice": choice, **options}
     device = input_device(model)
     size = batch_size or max(1, len(texts))
     results: list[Generation] = []
@@ -159,6 +157,7 @@ def generate(
             model, tokenizer, ids.to(device), mask.to(device), method, max_new_tokens,
             cache=cache, prefill_chunk=prefill_chunk, hold_back=hold_back, **decoding,
         )  # fmt: skip
+    choice.end()
     answers = results if details else [result.text for result in results]
     return answers[0] if single and len(answers) == 1 else answers
 
@@ -314,21 +313,19 @@ def generate_ids(
     hold_back: int = 0,
     streamer: Any = None,
     generation_config: GenerationConfig | None = None,
-    engine: DecodeEngine | bool | None = None,
-    require_kernels: bool = False,
-    compile: bool = False,
+    choice: Choice | None = None,
     **options: Any,
 ) -> list[Generation]:
     """`generate` for one batch whose token ids are made already: left-padded, [batch, tokens], on the model's device.
 
-    context: ids and mask of what a given cache has seen, where it is a batch or its method repeats it. The caller has
-    seen to it that prompts and answers fit the model.
+    context: ids and mask of what a given cache has seen, where it is a batch or its method repeats it. choice: who
+    decodes, the same for all batches of a call. The caller has seen to it that prompts and answers fit the model.
     """
     started = time.perf_counter()
     outlives = cache is not None
     cache = KVCache(model, method) if cache is None else cache
-    decision = Decision(model, engine, require_kernels=require_kernels, compile=compile)
-    by = decision.method(ids.device, cache, streamer, generation_config, options, outlives=outlives)
+    choice = choice or Choice(model, None, require_kernels=False, compile=False)
+    by = choice.decoding(ids.device, cache, streamer, generation_config, options, outlives=outlives)
     past = cache.seen_tokens
     if cache.awaits_prompt and (prefill_chunk is not None or hold_back):
         cache.expect_prompt(ids.shape[1] - hold_back)
@@ -361,7 +358,7 @@ def generate_ids(
         stopping_criteria=criteria,
         tokenizer=tokenizer if generation_config is not None and generation_config.stop_strings else None,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        **({} if by is None else {"custom_generate": by}),
+        **({} if by.method is None else {"custom_generate": by.method}),
         **options,
     )
     finished = clock.now()
@@ -378,7 +375,7 @@ def generate_ids(
         ttft_seconds=clock.times[0] - started,
         ms_per_token=1e3 * (clock.times[-1] - clock.times[0]) / steps if steps > 0 else 0.0,
         seconds=finished - started,
-        notes=[*cache.notes, *decision.notes],
+        notes=[*cache.notes, *by.notes],
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +20,18 @@ from kvfoundry.engine.serving import refusal
 from kvfoundry.errors import KVFoundryError
 
 
-class Decision:
-    """How one answer is decoded.
+class Decoding(NamedTuple):
+    """The decoding method of one batch, None for transformers' own, and what a reader of results must know of it."""
+
+    method: Callable[..., Tensor] | None
+    notes: list[str]
+
+
+class Choice:
+    """How the answers of one call are decoded, batch after batch.
 
     engine: an engine to use, True for a new one, False for none, None for one where it is faster (a CUDA device with
     Triton). require_kernels: KVFoundryError instead of another way. compile: as in `DecodeEngine`.
-    notes: what a reader of results must know of it.
     """
 
     def __init__(
@@ -35,10 +42,12 @@ class Decision:
             raise KVFoundryError("engine=False decodes by the plain loop; leave require_kernels and compile out.")
         if isinstance(engine, DecodeEngine) and engine.model is not model:
             raise KVFoundryError("the engine was made for another model.")
-        self._engine = engine
-        self.notes: list[str] = []
+        self._asked = bool(engine) or require_kernels or compile
+        self._never = engine is False
+        self._engine = engine if isinstance(engine, DecodeEngine) else None
+        self._own = self._engine is None
 
-    def method(
+    def decoding(
         self,
         device: torch.device,
         cache: KVCache,
@@ -47,39 +56,45 @@ class Decision:
         options: dict[str, Any],
         *,
         outlives: bool,
-    ) -> Callable[..., Tensor] | None:
-        """The decoding method for `model.generate`; None for its own.
+    ) -> Decoding:
+        """The decoding method for `model.generate`; notes may come while it runs.
 
         config, options: what `generate` is given. outlives: the cache is wanted afterwards.
         """
-        if self._engine is False:
-            return None
+        plain = Decoding(None, [])
+        if self._never:
+            return plain
         missing = without_triton(device)
         if self.required and missing is not None:
             raise KVFoundryError(f"require_kernels=True, but {missing}.")
-        asked = bool(self._engine) or self.required or self.compile
-        if not asked and missing is not None:
+        if not self._asked and missing is not None:
             if device.type == "cuda":
-                self.notes.append(f"decoded by the plain loop: {missing}.")
-            return None
+                self._refused(plain.notes, missing)
+            return plain
         reason = (
             _mode_refusal(self.model, config, options)
             or (None if device.type in ("cpu", "cuda") else f"the engine does not know the device {device.type}")
             or refusal(self.model, cache)
         )
         if reason is not None:
-            self._refused(reason)
-            return None
-        engine = self._engine
-        if not isinstance(engine, DecodeEngine):
-            engine = DecodeEngine(self.model, compile=self.compile, room=1)
-        note = self.notes.append
-        return decoder(engine, cache, streamer, outlives=outlives, refused=self._refused, note=note)
+            self._refused(plain.notes, reason)
+            return plain
+        if self._engine is None:
+            self._engine = DecodeEngine(self.model, compile=self.compile)
+        notes: list[str] = []
+        refused = partial(self._refused, notes)
+        method = decoder(self._engine, cache, streamer, outlives=outlives, refused=refused, note=notes.append)
+        return Decoding(method, notes)
 
-    def _refused(self, reason: str) -> None:
+    def end(self) -> None:
+        """Let go of buffers and graph, where they are not a caller's."""
+        if self._engine is not None and self._own:
+            self._engine.clear()
+
+    def _refused(self, notes: list[str], reason: str) -> None:
         if self.required:
             raise KVFoundryError(f"require_kernels=True, but the engine cannot serve this: {reason}.")
-        self.notes.append(f"decoded by the plain loop: {reason}.")
+        notes.append(f"decoded by the plain loop: {reason}.")
 
 
 def _mode_refusal(model: PreTrainedModel, given: GenerationConfig | None, options: dict[str, Any]) -> str | None:

@@ -20,7 +20,7 @@ from kvfoundry.engine.sampling import Sampler
 from kvfoundry.engine.serving import plan_of, refusal
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.layer import CacheLayer, storage_bytes
-from kvfoundry.layouts.base import RowsView
+from kvfoundry.layouts.base import Stretches
 
 
 class DecodeEngine:
@@ -36,7 +36,7 @@ class DecodeEngine:
     multiples of so many per head, so that texts of similar length are of one class.
     """
 
-    def __init__(self, model: PreTrainedModel, *, compile: bool = False, graph: bool = True, room: int = 1024):
+    def __init__(self, model: PreTrainedModel, *, compile: bool = False, graph: bool = True, room: int = 256):
         self._model = weakref.ref(model)
         self.compile, self.graph, self.room = compile, graph, room
         self.recorded = 0  # programs made so far
@@ -52,6 +52,11 @@ class DecodeEngine:
         return model
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether the steps of the last call are replays of a CUDA graph."""
+        return self._program is not None and self._program.is_recorded
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the static buffers that the engine holds now."""
         if self._program is None:
@@ -60,6 +65,8 @@ class DecodeEngine:
 
     def clear(self) -> None:
         """Free buffers and graph."""
+        if self.is_recorded:
+            torch.cuda.synchronize()  # the host may be ahead of replays that still write
         self._program = self._key = None
 
     def begin(
@@ -111,11 +118,11 @@ class DecodeEngine:
         position = torch.zeros(text.shape[0], dtype=torch.long, device=text.device)
         kernels, static = kernels_for(text.device), []
         for number, layer in enumerate(layers):
-            plan, view = self._plan(layer, new)
-            rows = StaticRows.empty(plan, view)
+            plan, like = self._plan(layer, new)
+            rows = StaticRows.empty(plan, like)
             choosing = replacing(layer.method, rows, layer.decode_budget) if plan.spends else None
             static.append(StaticLayer(number, rows, choosing, kernels, position, layer.family))
-            del view
+            del like
             _move(layer, static[-1], plan)
         forward: Callable[..., Any] = self.model.forward
         if self.compile:
@@ -127,17 +134,17 @@ class DecodeEngine:
         """Move the rows into the buffers of a program that exists, if they fit."""
         plans = []
         for layer, static in zip(layers, program.cache.static, strict=True):
-            plan, view = self._plan(layer, new)
-            if not static.rows.fits(plan, view):
+            plan, like = self._plan(layer, new)
+            if not static.rows.fits(plan, like):
                 return False
             plans.append(plan)
         for layer, static, plan in zip(layers, program.cache.static, plans, strict=True):
             _move(layer, static, plan)
         return True
 
-    def _plan(self, layer: CacheLayer, new: int) -> tuple[Plan, RowsView]:
+    def _plan(self, layer: CacheLayer, new: int) -> tuple[Plan, Stretches]:
         assert layer.rows is not None
-        return plan_of(layer, layer.rows, new, self.room), layer.rows.view()
+        return plan_of(layer, layer.rows, new, self.room), layer.rows.stretches()
 
 
 def _move(layer: CacheLayer, static: StaticLayer, plan: Plan) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvfoundry.layouts import Layout
-from kvfoundry.layouts.base import RowsView
+from kvfoundry.layouts.base import RowsView, Stretches
 from kvfoundry.layouts.storing import keep_rows
 
 
@@ -56,30 +56,30 @@ class StaticRows:
     spends: bool
 
     @classmethod
-    def empty(cls, plan: Plan, like: RowsView) -> StaticRows:
-        """Buffers for rows like those of a view; what they hold is finite and means nothing."""
+    def empty(cls, plan: Plan, like: Stretches) -> StaticRows:
+        """Buffers for rows like these; what they hold is finite and means nothing."""
         device, shape, slots = like.keys.device, plan.capacities.shape, plan.slots
 
         def counts() -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         return cls(
-            like.keys.new_zeros(slots, like.keys.shape[3]),
-            like.values.new_zeros(slots, like.values.shape[3]),
+            like.keys.new_zeros(slots, like.keys.shape[1]),
+            like.values.new_zeros(slots, like.values.shape[1]),
             torch.full((slots,), -1, dtype=torch.int32, device=device),
             torch.zeros(shape, dtype=torch.int64, device=device),
             counts(), counts(), counts(), counts(),
             plan.width, plan.even, plan.spends,
         )  # fmt: skip
 
-    def fits(self, plan: Plan, like: RowsView) -> bool:
+    def fits(self, plan: Plan, like: Stretches) -> bool:
         """Whether rows under this plan can move in without new buffers, so that what reads them need not change."""
         same = (
             self.even == plan.even
             and self.spends == plan.spends
             and self.starts.shape == plan.capacities.shape
-            and (self.keys.shape[1], self.values.shape[1]) == (like.keys.shape[3], like.values.shape[3])
-            and (self.keys.dtype, self.keys.device) == (like.keys.dtype, like.keys.device)
+            and (self.keys.shape[1], self.values.shape[1]) == (like.keys.shape[1], like.values.shape[1])
+            and (self.keys.dtype, self.keys.device) == (like.keys.new_zeros(0).dtype, like.keys.device)
         )
         return same and (plan.width <= self.width if self.even else plan.slots <= self.keys.shape[0])
 
