@@ -3,39 +3,55 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from kvfoundry.engine.replacing import Replacing
 from kvfoundry.engine.rows import StaticRows
 from kvfoundry.kernels.attention import sdpa
+from kvfoundry.kernels.replace_row import naive as replace_naive
 from kvfoundry.kernels.store_row import naive as store_naive
 from kvfoundry.visibility import Visibility
 
 
+class Step(NamedTuple):
+    """One token per sequence in one layer, and the terms that the model adds to the logits.
+
+    query: [batch, query_heads, 1, head_dim]; key, value: [batch, heads or a divisor, 1, dim]; position: [batch].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    position: Tensor
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
+
+
 class Kernels(Protocol):
-    """How rows are stored and read."""
+    """How a step is done."""
 
-    def store(self, rows: StaticRows, key: Tensor, value: Tensor, position: Tensor) -> None:
-        """Put one row per head at its slot. key, value: [batch, heads or a divisor, 1, dim]; position: [batch]."""
-
-    def attend(
-        self, rows: StaticRows, query: Tensor, *, scaling: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """Output [batch, query_heads, 1, value_dim] over all rows of every head; query alike."""
+    def step(self, step: Step, rows: StaticRows, replacing: Replacing | None) -> Tensor:
+        """Store the row of every head, read all rows, choose what goes next; output [batch, query_heads, 1, dim]."""
 
 
 class TorchKernels:
     """Operations of torch, of fixed shape; on the CPU, where a look at a length is free, no longer than needed."""
 
-    def store(self, rows: StaticRows, key: Tensor, value: Tensor, position: Tensor) -> None:
-        store_naive.store(key, value, position, rows.keys, rows.values, rows.positions, **_places(rows))
+    def step(self, step: Step, rows: StaticRows, replacing: Replacing | None) -> Tensor:
+        store_naive.store(
+            step.key, step.value, step.position, rows.keys, rows.values, rows.positions, **_places(rows)
+        )  # fmt: skip
+        output = self._attend(step, rows)
+        if replacing is not None:
+            replace_naive.choose(step.query, **_choice(step, rows, replacing))
+        return output
 
-    def attend(
-        self, rows: StaticRows, query: Tensor, *, scaling: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        width, complete = rows.width, False
+    def _attend(self, step: Step, rows: StaticRows) -> Tensor:
+        query, width, complete = step.query, rows.width, False
         if query.device.type == "cpu":
             width = int(rows.lengths.max())
             complete = bool((rows.lengths == width).all())
@@ -43,29 +59,34 @@ class TorchKernels:
         where = torch.where(number < rows.lengths[..., None], 0, -1)
         visibility = Visibility(where.new_zeros(query.shape[0], 1), where, "full" if complete else "masked")
         keys, values = (rows.gathered(flat)[:, :, :width] for flat in (rows.keys, rows.values))
-        return sdpa.attend(query, keys, values, visibility, scaling=scaling, softcap=softcap, sinks=sinks)
+        return sdpa.attend(
+            query, keys, values, visibility, scaling=step.scaling, softcap=step.softcap, sinks=step.sinks
+        )  # fmt: skip
 
 
 class TritonKernels:
-    """The fused kernels: one launch stores, two read, and nothing is asked of the host."""
+    """The fused kernels: one launch stores, two read, two choose, and nothing is asked of the host."""
 
     def __init__(self) -> None:
         from kvfoundry.kernels.decode_attention import fused as decode
+        from kvfoundry.kernels.replace_row import fused as replace
         from kvfoundry.kernels.store_row import fused as store
 
-        self._decode, self._store = decode, store
+        self._decode, self._replace, self._store = decode, replace, store
 
-    def store(self, rows: StaticRows, key: Tensor, value: Tensor, position: Tensor) -> None:
-        self._store.store(key, value, position, rows.keys, rows.values, rows.positions, **_places(rows))
-
-    def attend(
-        self, rows: StaticRows, query: Tensor, *, scaling: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        output = self._decode.attend(
-            query, rows.keys, rows.values, rows.lengths,
-            starts=rows.starts, scaling=scaling, softcap=softcap, sinks=sinks,
+    def step(self, step: Step, rows: StaticRows, replacing: Replacing | None) -> Tensor:
+        self._store.store(
+            step.key, step.value, step.position, rows.keys, rows.values, rows.positions, **_places(rows)
         )  # fmt: skip
-        assert isinstance(output, Tensor)
+        found = self._decode.attend(
+            step.query, rows.keys, rows.values, rows.lengths, starts=rows.starts, scaling=step.scaling,
+            softcap=step.softcap, sinks=step.sinks, return_lse=replacing is not None,
+        )  # fmt: skip
+        if replacing is None:
+            assert isinstance(found, Tensor)
+            return found
+        output, lse = found
+        self._replace.choose(step.query, **_choice(step, rows, replacing), lse=lse)
         return output
 
 
@@ -73,18 +94,34 @@ def _places(rows: StaticRows) -> dict[str, Tensor]:
     return {name: getattr(rows, name) for name in ("starts", "slots", "lengths", "capacities", "wraps")}
 
 
+def _choice(step: Step, rows: StaticRows, replacing: Replacing) -> dict[str, Any]:
+    return {
+        "keys": rows.rectangle(rows.keys),
+        "positions": rows.rectangle(rows.positions),
+        "sums": replacing.sums,
+        "position": step.position,
+        "slots": rows.slots,
+        "lengths": rows.lengths,
+        "capacities": rows.capacities,
+        "recent": replacing.recent,
+        "first": replacing.first,
+        "scaling": step.scaling,
+        "softcap": step.softcap,
+        "sinks": step.sinks,
+        "mean": replacing.mean,
+        "normalize": replacing.normalize,
+    }
+
+
 def without_triton(device: torch.device) -> str | None:
     """Why the fused kernels cannot run on a device; None where they can."""
+    if device.type != "cuda":
+        return f"Triton needs a CUDA device, and the model is on {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install 'kvfoundry[kernels]')"
-    from kvfoundry.kernels.triton_support import interpreted
-
-    if device.type != "cuda" and not interpreted():
-        return f"Triton needs a CUDA device, and the model is on {device.type}"
     return None
 
 
 def kernels_for(device: torch.device) -> Kernels:
     """The fastest kernels of a device."""
-    fused = device.type == "cuda" and without_triton(device) is None
-    return TritonKernels() if fused else TorchKernels()
+    return TorchKernels() if without_triton(device) is not None else TritonKernels()

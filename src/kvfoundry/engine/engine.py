@@ -14,7 +14,7 @@ from kvfoundry.cache import KVCache
 from kvfoundry.engine.attention import kernels_for
 from kvfoundry.engine.layer import StaticCache, StaticLayer
 from kvfoundry.engine.program import Program
-from kvfoundry.engine.replacing import replacing
+from kvfoundry.engine.replacing import Replacing, replaces
 from kvfoundry.engine.rows import Plan, StaticRows
 from kvfoundry.engine.sampling import Sampler
 from kvfoundry.engine.serving import plan_of, refusal
@@ -120,7 +120,7 @@ class DecodeEngine:
         for number, layer in enumerate(layers):
             plan, like = self._plan(layer, new)
             rows = StaticRows.empty(plan, like)
-            choosing = replacing(layer.method, rows, layer.decode_budget) if plan.spends else None
+            choosing = Replacing(layer.method, rows) if plan.spends and replaces(layer.method) else None
             static.append(StaticLayer(number, rows, choosing, kernels, position, layer.family))
             del like
             _move(layer, static[-1], plan)

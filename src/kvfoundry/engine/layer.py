@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvfoundry.engine.attention import Kernels
+from kvfoundry.engine.attention import Kernels, Step
 from kvfoundry.engine.replacing import Replacing
 from kvfoundry.engine.rows import StaticRows
 from kvfoundry.travelling import TravellingKey
@@ -66,11 +66,8 @@ class StaticLayer(CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
         """Store the row of one token per sequence, read all rows, let the method choose what goes next."""
-        self.kernels.store(self.rows, key, value, self.position)
-        output = self.kernels.attend(self.rows, query, scaling=scaling, softcap=softcap, sinks=sinks)
-        if self.replacing is not None:
-            self.replacing.after(query, self.position, scaling, softcap, sinks)
-        return output
+        step = Step(query, key, value, self.position, scaling, softcap, sinks)
+        return self.kernels.step(step, self.rows, self.replacing)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that holds memory."""
