@@ -591,6 +591,12 @@ class CacheLayer(RefusesTensorUse, TravellingKey, CacheLayerMixin):
         """Rows per head that stay after a step of decoding: [batch], on the CPU."""
         return self.budget_rows() if self._acting.budget is None else self._acting.budget
 
+    @property
+    def reads_pages(self) -> tuple[Reader, Tensor] | None:
+        """What picks the rows that a step of decoding reads, and how many: [batch], on the CPU. None: it reads all."""
+        reader = self._grant_reading(in_prompt=False)
+        return None if reader is None or self._read_budget is None else (reader, self._read_budget)
+
     def look_back(self, query: Tensor, positions: Tensor, reading: Reading, module: nn.Module | None) -> None:
         """Let the method see queries of tokens whose rows the layer holds, before the rest of the prompt comes.
 

@@ -38,6 +38,9 @@ SPECS = [
     "h2o(budget=12, window=3, normalize=True)+protect(sinks=2)",
     "tova(budget=8)",
     "tova(budget=20)",
+    "quest(budget=8, page=4, skip_layers=0)",
+    "quest(budget=16, page=4, skip_layers=1, group='mean')",
+    "adakv(budget=12, window=4)+quest(budget=8, page=4, skip_layers=0)",
 ]
 
 
@@ -189,6 +192,7 @@ def test_other_ways_of_reading_the_prompt(options: dict[str, Any], tiny_model, t
         "fullkv",
         "snapkv(budget=8, window=4)",
         "adakv(budget=8, window=4)",
+        "quest(budget=8, page=4, skip_layers=0)",
         "streamingllm(budget=8)",
         "h2o(budget=8, window=4)",
     ],
@@ -245,7 +249,8 @@ def test_an_engine_records_anew_only_for_another_shape(tiny_model, tokenizer) ->
     ("spec", "options", "reason"),
     [
         ("minicache()", {}, "shares rows between layers"),
-        ("quest(budget=16, skip_layers=0)", {}, "reads some of the rows"),
+        ("quest(budget=16, page=4, skip_layers=0, rule='evaluation')", {}, "rule 'evaluation'"),
+        ("h2o(budget=24, window=4)+quest(budget=16, page=4, skip_layers=0)", {}, "change places"),
         ("h2o(budget=8, window=4)+schedule(every=4)", {}, "strides of 4"),
         ("h2o(budget=8, window=4, leaving='skip')", {}, "unread"),
         ("h2o(budget=8, window=4, group='max')", {}, "no form of fixed shape"),
@@ -264,6 +269,22 @@ def test_the_plain_loop_steps_in_and_says_why(
     assert found.token_ids == plain.token_ids and engine.recorded == 0
     [note] = [note for note in found.notes if note not in plain.notes]
     assert note.startswith("decoded by the plain loop: ") and reason in note
+
+
+@pytest.mark.parametrize("options", [{}, {"eos_token_id": True}])
+def test_the_plain_loop_goes_on_where_the_rows_of_the_prompt_say_so(
+    options: dict[str, Any], tiny_model, tokenizer
+) -> None:
+    model, spec = tiny_model("llama"), "quest(budget=0.3, page=4, skip_layers=0)"
+    plain, found, engine = both(model, tokenizer, PROMPTS, spec)
+    if options:  # one row ends with the first token, before it is known who goes on
+        plain, found, engine = both(model, tokenizer, PROMPTS, spec, eos_token_id=plain[1].token_ids[0])
+        assert len(plain[1].token_ids) == 1
+    assert ids(found) == ids(plain) and engine.recorded == 0
+    assert "a different number of pages of every sequence" in found[0].notes[-1]
+    # alone, each is served
+    plain, found, engine = both(model, tokenizer, PROMPTS[0], spec)
+    assert found.token_ids == plain.token_ids and engine.recorded == 1
 
 
 def test_a_model_that_is_not_served_says_why(tokenizer) -> None:

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvfoundry.engine.paging import Paging
 from kvfoundry.engine.replacing import Replacing
 from kvfoundry.engine.rows import StaticRows
 from kvfoundry.kernels.attention import sdpa
+from kvfoundry.kernels.page_selection import naive as select_naive
+from kvfoundry.kernels.paged_attention import naive as paged_naive
 from kvfoundry.kernels.replace_row import naive as replace_naive
 from kvfoundry.kernels.store_row import naive as store_naive
 from kvfoundry.visibility import Visibility
@@ -34,17 +37,22 @@ class Step(NamedTuple):
 class Kernels(Protocol):
     """How a step is done."""
 
-    def step(self, step: Step, rows: StaticRows, replacing: Replacing | None) -> Tensor:
-        """Store the row of every head, read all rows, choose what goes next; output [batch, query_heads, 1, dim]."""
+    def step(self, step: Step, rows: StaticRows, replacing: Replacing | None, paging: Paging | None) -> Tensor:
+        """Store the row of every head, read all rows or the best pages, choose what goes next.
+
+        Returns [batch, query_heads, 1, value_dim].
+        """
 
 
 class TorchKernels:
     """Operations of torch, of fixed shape; on the CPU, where a look at a length is free, no longer than needed."""
 
-    def step(self, step: Step, rows: StaticRows, replacing: Replacing | None) -> Tensor:
+    def step(self, step: Step, rows: StaticRows, replacing: Replacing | None, paging: Paging | None) -> Tensor:
         store_naive.store(
             step.key, step.value, step.position, rows.keys, rows.values, rows.positions, **_places(rows)
         )  # fmt: skip
+        if paging is not None:
+            return _read_pages(select_naive, paged_naive, step, rows, paging)
         output = self._attend(step, rows)
         if replacing is not None:
             replace_naive.choose(step.query, **_choice(step, rows, replacing))
@@ -69,15 +77,20 @@ class TritonKernels:
 
     def __init__(self) -> None:
         from kvfoundry.kernels.decode_attention import fused as decode
+        from kvfoundry.kernels.page_selection import fused as select
+        from kvfoundry.kernels.paged_attention import fused as paged
         from kvfoundry.kernels.replace_row import fused as replace
         from kvfoundry.kernels.store_row import fused as store
 
         self._decode, self._replace, self._store = decode, replace, store
+        self._select, self._paged = select, paged
 
-    def step(self, step: Step, rows: StaticRows, replacing: Replacing | None) -> Tensor:
+    def step(self, step: Step, rows: StaticRows, replacing: Replacing | None, paging: Paging | None) -> Tensor:
         self._store.store(
             step.key, step.value, step.position, rows.keys, rows.values, rows.positions, **_places(rows)
         )  # fmt: skip
+        if paging is not None:
+            return _read_pages(self._select, self._paged, step, rows, paging)
         found = self._decode.attend(
             step.query, rows.keys, rows.values, rows.lengths, starts=rows.starts, scaling=step.scaling,
             softcap=step.softcap, sinks=step.sinks, return_lse=replacing is not None,
@@ -88,6 +101,23 @@ class TritonKernels:
         output, lse = found
         self._replace.choose(step.query, **_choice(step, rows, replacing), lse=lse)
         return output
+
+
+def _read_pages(selection: Any, attention: Any, step: Step, rows: StaticRows, paging: Paging) -> Tensor:
+    """Attention over the best pages; the two modules are those of one way of computing."""
+    query, page = step.query[:, :, 0], paging.page
+    groups = rows.starts.shape[1] // step.key.shape[1]
+    key = step.key if groups == 1 else step.key.repeat_interleave(groups, dim=1)
+    selection.extend_bounds(paging.low, paging.high, key, rows.lengths, page=page)
+    bounds = query, paging.low, paging.high, rows.lengths
+    table, counts = selection.select(*bounds, page=page, budget=paging.budget, group=paging.group)
+    fixed = {"counts": counts} if attention is not paged_naive else {}
+    output: Tensor = attention.attend(
+        query, rows.keys, rows.values, table, rows.starts, rows.lengths, page,
+        torch.ones_like(step.position, dtype=torch.bool),
+        scaling=step.scaling, softcap=step.softcap, sinks=step.sinks, **fixed,
+    )  # fmt: skip
+    return output[:, :, None]
 
 
 def _places(rows: StaticRows) -> dict[str, Tensor]:

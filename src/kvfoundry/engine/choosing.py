@@ -111,6 +111,7 @@ def _mode_refusal(model: PreTrainedModel, given: GenerationConfig | None, option
     mode = config.get_generation_mode(options.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"{mode.value.replace('_', ' ')} goes beyond one token per step and sequence"
-    if options.get("custom_generate") is not None:
-        return "custom_generate is given"
+    given_too = [name for name in ("custom_generate", "position_ids") if options.get(name) is not None]
+    if given_too:
+        return f"{given_too[0]} is given"
     return None

@@ -17,6 +17,7 @@ from kvfoundry.cache import KVCache
 from kvfoundry.engine.engine import DecodeEngine
 from kvfoundry.engine.program import Program
 from kvfoundry.engine.sampling import Sampler
+from kvfoundry.engine.serving import late_refusal
 
 # Steps that the device may be ahead of the host, which looks at tokens when they arrive.
 AHEAD = 3
@@ -36,6 +37,16 @@ class _First(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         self.done = self.criteria(input_ids, scores, **kwargs)
         return torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class _Ended(StoppingCriteria):
+    """Rows that ended before."""
+
+    def __init__(self, done: Tensor):
+        self.done = done
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        return self.done
 
 
 class _Open:
@@ -65,27 +76,37 @@ def decoder(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Any:
-        def plain(criteria: StoppingCriteriaList, streamer: Any) -> Any:
-            return model._sample(
-                input_ids,
+        def plain(text: Tensor, criteria: StoppingCriteriaList, streamer: Any) -> Any:
+            return model._sample(  # type: ignore[operator]
+                text,
                 logits_processor=logits_processor,
                 stopping_criteria=criteria,
                 generation_config=generation_config,
                 streamer=streamer,
                 **model_kwargs,
-            )  # type: ignore[operator]
+            )
 
         reason = _refusal(logits_processor, stopping_criteria, generation_config, model_kwargs)
         if reason is not None:
             refused(reason)
-            return plain(stopping_criteria, streamer)
+            return plain(input_ids, stopping_criteria, streamer)
         first = _First(stopping_criteria)
-        text = plain(StoppingCriteriaList([first]), None if streamer is None else _Open(streamer))
+        text = plain(input_ids, StoppingCriteriaList([first]), None if streamer is None else _Open(streamer))
         assert isinstance(text, Tensor) and first.done is not None
         longest = stopping_criteria.max_length
         assert longest is not None
         new = longest - text.shape[1]
-        if new > 0 and not bool(first.done.all()):
+        ended = new <= 0 or bool(first.done.all())
+        reason = None if ended else late_refusal(cache)
+        if reason is not None:
+            refused(reason)
+            _lengthen(model_kwargs)
+            begun = text.shape[1]
+            text = plain(text, StoppingCriteriaList([*stopping_criteria, _Ended(first.done)]), streamer)
+            if generation_config._pad_token_tensor is not None:
+                text[first.done, begun:] = generation_config._pad_token_tensor
+            return text
+        if not ended:
             pad = generation_config._pad_token_tensor
             program = engine.begin(
                 cache,
@@ -119,7 +140,19 @@ def _refusal(
     others = sorted(name for name, value in inputs.items() if name not in _USUAL and value is not None)
     if others:
         return f"the model is given further inputs ({', '.join(others)})"
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.dim() != 2:
+        return "positions have several parts"
     return Sampler.refusal(processors)
+
+
+def _lengthen(inputs: dict[str, Any]) -> None:
+    """Mask and positions for the text with its first new token."""
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is not None:
+        inputs["attention_mask"] = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
+    if positions is not None:
+        inputs["position_ids"] = torch.cat([positions, positions[:, -1:] + 1], dim=1)
 
 
 def _run(

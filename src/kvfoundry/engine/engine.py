@@ -13,14 +13,16 @@ from transformers import PreTrainedModel
 from kvfoundry.cache import KVCache
 from kvfoundry.engine.attention import kernels_for
 from kvfoundry.engine.layer import StaticCache, StaticLayer
+from kvfoundry.engine.paging import Paging
 from kvfoundry.engine.program import Program
 from kvfoundry.engine.replacing import Replacing, replaces
 from kvfoundry.engine.rows import Plan, StaticRows
 from kvfoundry.engine.sampling import Sampler
-from kvfoundry.engine.serving import plan_of, refusal
+from kvfoundry.engine.serving import late_refusal, plan_of, refusal
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.layer import CacheLayer, storage_bytes
 from kvfoundry.layouts.base import Stretches
+from kvfoundry.reading.reader import PageReader
 
 
 class DecodeEngine:
@@ -84,12 +86,12 @@ class DecodeEngine:
 
         text: [batch, tokens] all token ids so far; the cache has seen all but the last. new: steps at most.
         """
-        reason = refusal(self.model, cache)
+        reason = refusal(self.model, cache) or late_refusal(cache)
         if reason is not None:
             raise KVFoundryError(f"the engine cannot decode this cache: {reason}.")
         layers: list[CacheLayer] = cache.attention_layers
         sampler = Sampler(processors, text, _vocabulary(self.model), sample=sample, stops=stops, pad=pad)
-        key = (text.shape[0], str(text.device), sampler.settings, [str(layer.method) for layer in layers])
+        key = (text.shape[0], str(text.device), sampler.settings, [_told(layer) for layer in layers])
         program = self._program if key == self._key else None
         if program is None or not self._take(program, layers, new):
             self.clear()
@@ -121,7 +123,8 @@ class DecodeEngine:
             plan, like = self._plan(layer, new)
             rows = StaticRows.empty(plan, like)
             choosing = Replacing(layer.method, rows) if plan.spends and replaces(layer.method) else None
-            static.append(StaticLayer(number, rows, choosing, kernels, position, layer.family))
+            paging = _paging(layer, rows)
+            static.append(StaticLayer(number, rows, choosing, paging, kernels, position, layer.family))
             del like
             _move(layer, static[-1], plan)
         forward: Callable[..., Any] = self.model.forward
@@ -147,6 +150,12 @@ class DecodeEngine:
         return plan_of(layer, layer.rows, new, self.room), layer.rows.stretches()
 
 
+def _told(layer: CacheLayer) -> tuple[Any, ...]:
+    """What a recorded step has taken from a layer's method."""
+    reads = layer.reads_pages
+    return str(layer.method), layer.acts, None if reads is None else int(reads[1][0])
+
+
 def _move(layer: CacheLayer, static: StaticLayer, plan: Plan) -> None:
     """Take the rows out of a layer of the cache; what it held is free when this returns."""
     budget = layer.decode_budget if plan.spends else None
@@ -155,6 +164,17 @@ def _move(layer: CacheLayer, static: StaticLayer, plan: Plan) -> None:
     static.began = torch.minimum(rows.lengths, plan.capacities)
     if static.replacing is not None and budget is not None:
         static.replacing.begin(budget, rows.view().columns)
+    if static.paging is not None:
+        static.paging.begin()
+
+
+def _paging(layer: CacheLayer, rows: StaticRows) -> Paging | None:
+    reads = layer.reads_pages
+    if reads is None:
+        return None
+    reader, budget = reads
+    assert isinstance(reader, PageReader)
+    return Paging(reader, int(budget[0]), rows)
 
 
 def _vocabulary(model: PreTrainedModel) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvfoundry.engine.attention import Kernels, Step
+from kvfoundry.engine.paging import Paging
 from kvfoundry.engine.replacing import Replacing
 from kvfoundry.engine.rows import StaticRows
 from kvfoundry.travelling import TravellingKey
@@ -32,12 +33,13 @@ class StaticLayer(CacheLayerMixin):
         number: int,
         rows: StaticRows,
         replacing: Replacing | None,
+        paging: Paging | None,
         kernels: Kernels,
         position: Tensor,
         family: str,
     ):
         super().__init__()
-        self.number, self.rows, self.replacing = number, rows, replacing
+        self.number, self.rows, self.replacing, self.paging = number, rows, replacing, paging
         self.kernels, self.position, self.family = kernels, position, family
         self.began = torch.zeros(rows.starts.shape, dtype=torch.long)
         self.is_initialized = True
@@ -67,13 +69,14 @@ class StaticLayer(CacheLayerMixin):
     ) -> Tensor:
         """Store the row of one token per sequence, read all rows, let the method choose what goes next."""
         step = Step(query, key, value, self.position, scaling, softcap, sinks)
-        return self.kernels.step(step, self.rows, self.replacing)
+        return self.kernels.step(step, self.rows, self.replacing, self.paging)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that holds memory."""
         yield from self.rows.tensors()
-        if self.replacing is not None:
-            yield from self.replacing.tensors()
+        for part in (self.replacing, self.paging):
+            if part is not None:
+                yield from part.tensors()
 
 
 class NewRows(TravellingKey):

@@ -10,12 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfoundry.cache import KVCache
+from kvfoundry.engine.paging import budget_refusal, reading_refusal
 from kvfoundry.engine.replacing import replaces, sinks_of
 from kvfoundry.engine.rows import Plan
 from kvfoundry.layer import CacheLayer
 from kvfoundry.layouts import Layout
 from kvfoundry.layouts.dense import DenseRows
 from kvfoundry.method import Method
+from kvfoundry.reading.reader import PageReader
 from kvfoundry.selection.budgets import UniformHeads
 from kvfoundry.selection.choose import TopRows
 from kvfoundry.selection.scores.recency import Recency
@@ -63,7 +65,13 @@ def _layer_refusal(layer: Any) -> str | None:
     if method.codec is not None:
         return f"{method} stores codes"
     if method.read is not None and layer.layer_idx >= method.read.skip_layers:
-        return f"{method} reads some of the rows only"
+        reason = reading_refusal(method.read)
+        if reason is None and layer.acts and method.schedule.every is not None:
+            reason = "reads pages of rows that change places"
+        if reason is None and method.granularity != "kv_head":
+            reason = "reads pages of its own for every query head"
+        if reason is not None:
+            return f"{method} {reason}"
     if not layer.acts or method.schedule.every is None:
         return None
     return _acting_refusal(method)
@@ -90,6 +98,17 @@ def _acting_refusal(method: Method) -> str | None:
     )
     if not plain or not (isinstance(method.score, Recency) or replaces(method)):
         return f"{method} chooses rows in decode in a way that has no form of fixed shape"
+    return None
+
+
+def late_refusal(cache: KVCache) -> str | None:
+    """Why the plain loop goes on after all, as only the rows of the prompt can tell."""
+    for layer in cache.attention_layers:
+        reads = layer.reads_pages
+        if reads is not None and layer.rows is not None and isinstance(reads[0], PageReader):
+            reason = budget_refusal(reads[0], reads[1], layer.rows.lengths)
+            if reason is not None:
+                return f"{layer.method} {reason}"
     return None
 
 
