@@ -129,7 +129,8 @@ class DecodeEngine:
             _move(layer, static[-1], plan)
         forward: Callable[..., Any] = self.model.forward
         if self.compile:
-            forward = torch.compile(forward, dynamic=False)
+            # with this, products of one row become reductions that read weights at full bandwidth
+            forward = torch.compile(forward, dynamic=False, options={"coordinate_descent_tuning": True})
         graph = self.graph and text.device.type == "cuda"
         return Program(forward, StaticCache(static), sampler, text[:, -1:].clone(), position, graph=graph)
 
