@@ -40,6 +40,9 @@ RESULTS = Path(__file__).resolve().parent / "results" / "decode.json"
 # float32 or bfloat16 logits of the same rows, relative to the norm of the plain path's
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 STEPS = 48
+# Kinds of methods that keep a tenth of the rows, and rows that quest reads.
+DROPPING = ("snapkv", "adakv", "h2o")
+QUEST = 4096
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,10 @@ class Bench:
         heads = self.setting.config.num_key_value_heads
         for number, layer in enumerate(cache.attention_layers):
             held = None if like is None else like.attention_layers[number].rows
+            if kind == "kivi" and held is None:
+                codec = layer.codec_for(self.setting.config.head_dim, self.setting.config.head_dim)
+                assert codec is not None
+                held = codec.store(self.rows(kind, batch, tokens, kept).view(), None)
             layer.hold(self.rows(kind, batch, tokens, kept) if held is None else held.shared(), tokens, heads)
         return cache
 
@@ -215,13 +222,16 @@ class Bench:
         return [first.elapsed_time(then) / 1e3 for first, then in pairwise(events)]
 
 
-def specs(kept: int) -> dict[str, str | None]:
-    """The methods whose step is timed, by kind."""
+def specs(tokens: int) -> dict[str, str | None]:
+    """The methods whose step is timed, by kind, for texts of so many tokens."""
+    kept = tokens // 10
     return {
         "full": None,
         "snapkv": f"snapkv(budget={kept}, window=8)",
         "adakv": f"adakv(budget={kept}, window=8)",
         "h2o": f"h2o(budget={kept}, window=8)",
+        "kivi": "kivi(bits=2)",
+        "quest": f"quest(budget={QUEST if tokens > 2 * QUEST else tokens // 64 * 16})",
     }
 
 
@@ -229,8 +239,8 @@ def gates(bench: Bench) -> None:
     """The engine says what the plain path says, and its graph what its plain step says."""
     batch, tokens = bench.setting.gate
     limit = TOLERANCE[bench.setting.dtype]
-    for kind, spec in specs(tokens // 10).items():
-        kept = tokens if kind == "full" else tokens // 10
+    for kind, spec in specs(tokens).items():
+        kept = tokens // 10 if kind in DROPPING else tokens
         plain = bench.cache(spec, kind, batch, tokens, kept)
         twin = bench.cache(spec, kind, batch, tokens, kept, like=plain)
         again = bench.cache(spec, kind, batch, tokens, kept, like=plain)
@@ -271,8 +281,8 @@ def gates(bench: Bench) -> None:
 def engine_step(bench: Bench, arm: str, kind: str, batch: int, tokens: int) -> None:
     """Time one shape."""
     bench.board.check_time()
-    kept = tokens if kind == "full" else tokens // 10
-    cache = bench.cache(specs(kept)[kind], kind, batch, tokens, kept)
+    kept = tokens // 10 if kind in DROPPING else tokens
+    cache = bench.cache(specs(tokens)[kind], kind, batch, tokens, kept)
     engine = DecodeEngine(bench.model, compile=arm == "compiled", room=1)
     began = time.perf_counter()
     program: Program = engine.begin(cache, bench.ids(batch, tokens + 1), STEPS + 8)
@@ -285,8 +295,15 @@ def engine_step(bench: Bench, arm: str, kind: str, batch: int, tokens: int) -> N
     ready = time.perf_counter() - began
     times = bench.times(program.advance, STEPS)
     budget = bench.row_bytes(kept) * batch
+    read = budget
+    if kind == "kivi":
+        read = engine.nbytes
+    elif kind == "quest":  # the first two layers read everything, the others bounds (a row for each page) and pages
+        share = (QUEST + tokens // 16) / tokens
+        layers = bench.setting.config.num_hidden_layers
+        read = int(budget * (2 + (layers - 2) * min(1.0, share)) / layers)
     bench.board.figure(
-        arm, kind, batch, tokens, times, bench.weight_bytes + budget,
+        arm, kind, batch, tokens, times, bench.weight_bytes + read,
         kept=kept, stored_bytes=engine.nbytes, stored_over_budget=engine.nbytes / budget, seconds_until_ready=ready,
     )  # fmt: skip
 

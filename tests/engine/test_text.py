@@ -41,6 +41,13 @@ SPECS = [
     "quest(budget=8, page=4, skip_layers=0)",
     "quest(budget=16, page=4, skip_layers=1, group='mean')",
     "adakv(budget=12, window=4)+quest(budget=8, page=4, skip_layers=0)",
+    "kivi(bits=2, group=4, residual=8)",
+    "kivi(bits=4, group=8, residual=0)+rotate()",
+    "int8(group=8)",
+    "int4(group=8, mode=zero_point)",
+    "fp8()",
+    "snapkv(budget=16, window=4)+kivi(bits=4, group=4, residual=4)",
+    "adakv(budget=16, window=4)+int8(group=8, mode=symmetric)",
 ]
 
 
@@ -249,6 +256,9 @@ def test_an_engine_records_anew_only_for_another_shape(tiny_model, tokenizer) ->
     ("spec", "options", "reason"),
     [
         ("minicache()", {}, "shares rows between layers"),
+        ("kivi(group=8, residual=8, flow=paper)", {}, "at different times"),
+        ("kvquant(bits=3)", {}, "no kernel of the engine reads"),
+        ("int8()+quest(budget=16, page=4, skip_layers=0)", {}, "drops or leaves out"),
         ("quest(budget=16, page=4, skip_layers=0, rule='evaluation')", {}, "rule 'evaluation'"),
         ("h2o(budget=24, window=4)+quest(budget=16, page=4, skip_layers=0)", {}, "change places"),
         ("h2o(budget=8, window=4)+schedule(every=4)", {}, "strides of 4"),
@@ -256,7 +266,6 @@ def test_an_engine_records_anew_only_for_another_shape(tiny_model, tokenizer) ->
         ("h2o(budget=8, window=4, group='max')", {}, "no form of fixed shape"),
         ("streamingllm(budget=8, positions='slot')", {}, "moves its sinks"),
         ("fullkv", {"num_beams": 2, "do_sample": False}, "beam search"),
-        ("fullkv", {"prompt_lookup_num_tokens": 2}, "assisted generation"),
         ("fullkv", {"no_repeat_ngram_size": 3}, "NoRepeatNGram"),
         ("fullkv", {"return_dict_in_generate": True}, "scores or states"),
     ],

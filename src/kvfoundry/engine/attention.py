@@ -8,10 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from kvfoundry.engine.coded import Coded
 from kvfoundry.engine.paging import Paging
 from kvfoundry.engine.replacing import Replacing
 from kvfoundry.engine.rows import StaticRows
 from kvfoundry.kernels.attention import sdpa
+from kvfoundry.kernels.coded_decode import naive as coded_naive
 from kvfoundry.kernels.page_selection import naive as select_naive
 from kvfoundry.kernels.paged_attention import naive as paged_naive
 from kvfoundry.kernels.replace_row import naive as replace_naive
@@ -34,11 +36,19 @@ class Step(NamedTuple):
     sinks: Tensor | None
 
 
+class Extra(NamedTuple):
+    """What a layer has beside its rows: codes of older ones, bounds of pages, what chooses the row that goes."""
+
+    coded: Coded | None = None
+    paging: Paging | None = None
+    replacing: Replacing | None = None
+
+
 class Kernels(Protocol):
     """How a step is done."""
 
-    def step(self, step: Step, rows: StaticRows, replacing: Replacing | None, paging: Paging | None) -> Tensor:
-        """Store the row of every head, read all rows or the best pages, choose what goes next.
+    def step(self, step: Step, rows: StaticRows, extra: Extra) -> Tensor:
+        """Store the row of every head, read all rows, codes or the best pages, choose what goes next.
 
         Returns [batch, query_heads, 1, value_dim].
         """
@@ -47,15 +57,17 @@ class Kernels(Protocol):
 class TorchKernels:
     """Operations of torch, of fixed shape; on the CPU, where a look at a length is free, no longer than needed."""
 
-    def step(self, step: Step, rows: StaticRows, replacing: Replacing | None, paging: Paging | None) -> Tensor:
+    def step(self, step: Step, rows: StaticRows, extra: Extra) -> Tensor:
         store_naive.store(
             step.key, step.value, step.position, rows.keys, rows.values, rows.positions, **_places(rows)
         )  # fmt: skip
-        if paging is not None:
-            return _read_pages(select_naive, paged_naive, step, rows, paging)
+        if extra.coded is not None:
+            return extra.coded.attend(coded_naive, step.query, **_terms(step))
+        if extra.paging is not None:
+            return _read_pages(select_naive, paged_naive, step, rows, extra.paging)
         output = self._attend(step, rows)
-        if replacing is not None:
-            replace_naive.choose(step.query, **_choice(step, rows, replacing))
+        if extra.replacing is not None:
+            replace_naive.choose(step.query, **_choice(step, rows, extra.replacing))
         return output
 
     def _attend(self, step: Step, rows: StaticRows) -> Tensor:
@@ -76,6 +88,7 @@ class TritonKernels:
     """The fused kernels: one launch stores, two read, two choose, and nothing is asked of the host."""
 
     def __init__(self) -> None:
+        from kvfoundry.kernels.coded_decode import fused as coded
         from kvfoundry.kernels.decode_attention import fused as decode
         from kvfoundry.kernels.page_selection import fused as select
         from kvfoundry.kernels.paged_attention import fused as paged
@@ -83,14 +96,17 @@ class TritonKernels:
         from kvfoundry.kernels.store_row import fused as store
 
         self._decode, self._replace, self._store = decode, replace, store
-        self._select, self._paged = select, paged
+        self._select, self._paged, self._coded = select, paged, coded
 
-    def step(self, step: Step, rows: StaticRows, replacing: Replacing | None, paging: Paging | None) -> Tensor:
+    def step(self, step: Step, rows: StaticRows, extra: Extra) -> Tensor:
         self._store.store(
             step.key, step.value, step.position, rows.keys, rows.values, rows.positions, **_places(rows)
         )  # fmt: skip
-        if paging is not None:
-            return _read_pages(self._select, self._paged, step, rows, paging)
+        if extra.coded is not None:
+            return extra.coded.attend(self._coded, step.query, **_terms(step))
+        if extra.paging is not None:
+            return _read_pages(self._select, self._paged, step, rows, extra.paging)
+        replacing = extra.replacing
         found = self._decode.attend(
             step.query, rows.keys, rows.values, rows.lengths, starts=rows.starts, scaling=step.scaling,
             softcap=step.softcap, sinks=step.sinks, return_lse=replacing is not None,
@@ -118,6 +134,10 @@ def _read_pages(selection: Any, attention: Any, step: Step, rows: StaticRows, pa
         scaling=step.scaling, softcap=step.softcap, sinks=step.sinks, **fixed,
     )  # fmt: skip
     return output[:, :, None]
+
+
+def _terms(step: Step) -> dict[str, Any]:
+    return {"scaling": step.scaling, "softcap": step.softcap, "sinks": step.sinks}
 
 
 def _places(rows: StaticRows) -> dict[str, Tensor]:

@@ -74,6 +74,7 @@ class Choice:
         reason = (
             _mode_refusal(self.model, config, options)
             or (None if device.type in ("cpu", "cuda") else f"the engine does not know the device {device.type}")
+            or ("rows in codes are wanted afterwards" if outlives and cache.method.codec is not None else None)
             or refusal(self.model, cache)
         )
         if reason is not None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfoundry.cache import KVCache
-from kvfoundry.engine.attention import kernels_for
+from kvfoundry.engine.attention import Extra, kernels_for
+from kvfoundry.engine.coded import Coded, tail_like, tail_plan
 from kvfoundry.engine.layer import StaticCache, StaticLayer
 from kvfoundry.engine.paging import Paging
 from kvfoundry.engine.program import Program
@@ -22,6 +23,7 @@ from kvfoundry.engine.serving import late_refusal, plan_of, refusal
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.layer import CacheLayer, storage_bytes
 from kvfoundry.layouts.base import Stretches
+from kvfoundry.layouts.coded import CodedRows
 from kvfoundry.reading.reader import PageReader
 
 
@@ -111,7 +113,7 @@ class DecodeEngine:
         assert self._program is not None
         for layer, static in zip(cache.attention_layers, self._program.cache.static, strict=True):
             assert layer.real is not None
-            columns = {} if static.replacing is None else static.replacing.columns()
+            columns = {} if static.extra.replacing is None else static.extra.replacing.columns()
             rows = static.rows.layout(layer.real + steps, columns) if keep else None
             full = static.began + steps > layer.decode_budget[:, None] if static.rows.spends else None
             layer.resume(rows, steps, dropped=full is not None and bool(full.any()))
@@ -122,9 +124,8 @@ class DecodeEngine:
         for number, layer in enumerate(layers):
             plan, like = self._plan(layer, new)
             rows = StaticRows.empty(plan, like)
-            choosing = Replacing(layer.method, rows) if plan.spends and replaces(layer.method) else None
-            paging = _paging(layer, rows)
-            static.append(StaticLayer(number, rows, choosing, paging, kernels, position, layer.family))
+            extra = self._extra(layer, plan, rows, new)
+            static.append(StaticLayer(number, rows, extra, kernels, position, layer.family))
             del like
             _move(layer, static[-1], plan)
         forward: Callable[..., Any] = self.model.forward
@@ -134,12 +135,26 @@ class DecodeEngine:
         graph = self.graph and text.device.type == "cuda"
         return Program(forward, StaticCache(static), sampler, text[:, -1:].clone(), position, graph=graph)
 
+    def _extra(self, layer: CacheLayer, plan: Plan, rows: StaticRows, new: int) -> Extra:
+        if isinstance(layer.rows, CodedRows):
+            return Extra(coded=Coded(layer.rows, rows, new, self.room))
+        if plan.spends and replaces(layer.method):
+            return Extra(replacing=Replacing(layer.method, rows))
+        if layer.reads_pages is not None:
+            reader, budget = layer.reads_pages
+            assert isinstance(reader, PageReader)
+            return Extra(paging=Paging(reader, int(budget[0]), rows))
+        return Extra()
+
     def _take(self, program: Program, layers: Sequence[CacheLayer], new: int) -> bool:
         """Move the rows into the buffers of a program that exists, if they fit."""
         plans = []
         for layer, static in zip(layers, program.cache.static, strict=True):
             plan, like = self._plan(layer, new)
-            if not static.rows.fits(plan, like):
+            coded, held = static.extra.coded, layer.rows
+            if (coded is not None) != isinstance(held, CodedRows) or not static.rows.fits(plan, like):
+                return False
+            if coded is not None and isinstance(held, CodedRows) and not coded.fits(held, new):
                 return False
             plans.append(plan)
         for layer, static, plan in zip(layers, program.cache.static, plans, strict=True):
@@ -148,6 +163,8 @@ class DecodeEngine:
 
     def _plan(self, layer: CacheLayer, new: int) -> tuple[Plan, Stretches]:
         assert layer.rows is not None
+        if isinstance(layer.rows, CodedRows):
+            return tail_plan(layer.rows), tail_like(layer.rows)
         return plan_of(layer, layer.rows, new, self.room), layer.rows.stretches()
 
 
@@ -161,21 +178,15 @@ def _move(layer: CacheLayer, static: StaticLayer, plan: Plan) -> None:
     """Take the rows out of a layer of the cache; what it held is free when this returns."""
     budget = layer.decode_budget if plan.spends else None
     rows = layer.lend()
-    static.rows.fill(plan, rows)
+    if static.extra.coded is not None and isinstance(rows, CodedRows):
+        static.extra.coded.fill(rows)
+    else:
+        static.rows.fill(plan, rows)
     static.began = torch.minimum(rows.lengths, plan.capacities)
-    if static.replacing is not None and budget is not None:
-        static.replacing.begin(budget, rows.view().columns)
-    if static.paging is not None:
-        static.paging.begin()
-
-
-def _paging(layer: CacheLayer, rows: StaticRows) -> Paging | None:
-    reads = layer.reads_pages
-    if reads is None:
-        return None
-    reader, budget = reads
-    assert isinstance(reader, PageReader)
-    return Paging(reader, int(budget[0]), rows)
+    if static.extra.replacing is not None and budget is not None:
+        static.extra.replacing.begin(budget, rows.view().columns)
+    if static.extra.paging is not None:
+        static.extra.paging.begin()
 
 
 def _vocabulary(model: PreTrainedModel) -> int:

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvfoundry.engine.attention import Kernels, Step
-from kvfoundry.engine.paging import Paging
-from kvfoundry.engine.replacing import Replacing
+from kvfoundry.engine.attention import Extra, Kernels, Step
 from kvfoundry.engine.rows import StaticRows
 from kvfoundry.travelling import TravellingKey
 
@@ -32,14 +30,13 @@ class StaticLayer(CacheLayerMixin):
         self,
         number: int,
         rows: StaticRows,
-        replacing: Replacing | None,
-        paging: Paging | None,
+        extra: Extra,
         kernels: Kernels,
         position: Tensor,
         family: str,
     ):
         super().__init__()
-        self.number, self.rows, self.replacing, self.paging = number, rows, replacing, paging
+        self.number, self.rows, self.extra = number, rows, extra
         self.kernels, self.position, self.family = kernels, position, family
         self.began = torch.zeros(rows.starts.shape, dtype=torch.long)
         self.is_initialized = True
@@ -69,12 +66,12 @@ class StaticLayer(CacheLayerMixin):
     ) -> Tensor:
         """Store the row of one token per sequence, read all rows, let the method choose what goes next."""
         step = Step(query, key, value, self.position, scaling, softcap, sinks)
-        return self.kernels.step(step, self.rows, self.replacing, self.paging)
+        return self.kernels.step(step, self.rows, self.extra)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that holds memory."""
         yield from self.rows.tensors()
-        for part in (self.replacing, self.paging):
+        for part in self.extra:
             if part is not None:
                 yield from part.tensors()
 
@@ -117,6 +114,12 @@ class StaticCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model."""
         return self.static[layer_idx].update(key_states, value_states)
+
+    def after_step(self) -> None:
+        """What is due between two steps."""
+        for layer in self.static:
+            if layer.extra.coded is not None:
+                layer.extra.coded.after_step()
 
     def __enter__(self) -> StaticCache:
         _entered.append(self)

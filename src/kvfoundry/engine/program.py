@@ -52,6 +52,7 @@ class Program:
             else:
                 self._graph.replay()
         self._steps += 1
+        self.cache.after_step()
 
     @property
     def is_recorded(self) -> bool:

@@ -10,11 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfoundry.cache import KVCache
+from kvfoundry.engine.coded import codec_refusal, coded_refusal
 from kvfoundry.engine.paging import budget_refusal, reading_refusal
 from kvfoundry.engine.replacing import replaces, sinks_of
 from kvfoundry.engine.rows import Plan
 from kvfoundry.layer import CacheLayer
 from kvfoundry.layouts import Layout
+from kvfoundry.layouts.coded import CodedRows
 from kvfoundry.layouts.dense import DenseRows
 from kvfoundry.method import Method
 from kvfoundry.reading.reader import PageReader
@@ -63,7 +65,11 @@ def _layer_refusal(layer: Any) -> str | None:
     if method.pairs is not None:
         return f"{method} shares rows between layers"
     if method.codec is not None:
-        return f"{method} stores codes"
+        reason = codec_refusal(method.codec)
+        if reason is None and (method.read is not None or (layer.acts and method.schedule.every is not None)):
+            reason = "stores codes, and drops or leaves out some of them in decode"
+        if reason is not None:
+            return f"{method} {reason}"
     if method.read is not None and layer.layer_idx >= method.read.skip_layers:
         reason = reading_refusal(method.read)
         if reason is None and layer.acts and method.schedule.every is not None:
@@ -104,6 +110,10 @@ def _acting_refusal(method: Method) -> str | None:
 def late_refusal(cache: KVCache) -> str | None:
     """Why the plain loop goes on after all, as only the rows of the prompt can tell."""
     for layer in cache.attention_layers:
+        if isinstance(layer.rows, CodedRows):
+            reason = coded_refusal(layer.rows)
+            if reason is not None:
+                return f"{layer.method} {reason}"
         reads = layer.reads_pages
         if reads is not None and layer.rows is not None and isinstance(reads[0], PageReader):
             reason = budget_refusal(reads[0], reads[1], layer.rows.lengths)
