@@ -19,8 +19,8 @@ _WARM_UP = 2
 class Program:
     """Everything that a step reads and writes lies still: token, position, rows, the state of the sampler.
 
-    ids: [batch, 1], the newest token of every sequence; position: [batch], its index. note: why there is no graph where
-    one was to be recorded.
+    ids: [batch, 1], the newest token of every sequence; position: [batch], its index. said: logits of the last step,
+    [batch, vocabulary]. note: why there is no graph where one was to be recorded.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class Program:
         self.cache, self.sampler = cache, sampler
         self.ids, self.position = ids, position
         self.note: str | None = None
+        self.said: Tensor | None = None
         self._forward = forward
         # A mask of four dimensions is taken as ready; our attention does not look at it.
         self._mask = torch.ones(ids.shape[0], 1, 1, 1, dtype=torch.bool, device=ids.device)
@@ -70,7 +71,8 @@ class Program:
         return logits
 
     def _step(self) -> None:
-        token = self.sampler(self.logits())
+        self.said = self.logits()
+        token = self.sampler(self.said)
         self.ids.copy_(token[:, None])
         self.position += 1
 
