@@ -30,7 +30,7 @@ help:
 define install
 	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 	@echo "Installing into $(1) (about a minute the first time) ..."
-	@$(1)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c $(2) -e '.[dev,plot,eval,store]'
+	@$(1)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c $(2) -e '.[dev,plot,eval,store,rag]'
 	@touch $(1)/.stamp
 endef
 

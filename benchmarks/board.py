@@ -50,6 +50,7 @@ def main() -> None:
     out = given.out or ROOT / "results" / f"board_{name}"
 
     from kvfoundry.evaluate.executors import ModelSource, worker_executor
+    from kvfoundry.evaluate.results import META, REPORT, SUMMARY
     from kvfoundry.evaluate.runner import Progress, evaluate
     from kvfoundry.evaluate.tasks.ruler.task import RulerTask
     from kvfoundry.models import outline
@@ -71,11 +72,9 @@ def main() -> None:
         arguments={"model": given.model, "device": given.device, "dtype": given.dtype, "workers": given.workers},
     )  # fmt: skip
     given.page.mkdir(parents=True, exist_ok=True)
-    shutil.copy(out / "report.html", given.page / f"{name}.html")
-    record = {
-        name: json.loads((out / file).read_text())
-        for name, file in (("run", "run_meta.json"), ("summary", "summary.json"))
-    }
+    shutil.copy(out / REPORT, given.page / f"{name}.html")
+    record = {part: json.loads((out / file).read_text()) for part, file in (("run", META), ("summary", SUMMARY))}
+    del record["run"]["command"]  # its arguments stand there in full
     (given.page / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -21,6 +21,7 @@ MINOR = {
     "slots",
     "rope_layout",
     "embedded",
+    "wheels",
     "quiet",
     "columns",
     "tensor_refusal",
@@ -50,6 +51,12 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("kvfoundry.")}
     return found
+
+
+def test_only_the_command_imports_the_pipeline() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] not in ("rag", "cli"):
+            assert "rag" not in imports_of(path), path
 
 
 @pytest.mark.parametrize(

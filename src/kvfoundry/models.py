@@ -67,7 +67,7 @@ def load(
     _check_attention(attn_implementation)
     if device == "auto-map":
         device, device_map = "auto", device_map or "auto"
-    places = {"": _device(device)} if device_map is None else _device_map(device_map, device)
+    places = {"": check_device(device)} if device_map is None else _device_map(device_map, device)
     numbers = _dtype(dtype, on_cpu=_only_cpu(places))
     source = _resolve(str(name), revision)
     if numbers == "auto" and "gguf_file" in source.arguments:
@@ -226,7 +226,8 @@ def _check_attention(name: str) -> None:
         )
 
 
-def _device(device: str | torch.device) -> torch.device:
+def check_device(device: str | torch.device) -> torch.device:
+    """The torch device that a name means; "auto" is CUDA where there is one. ModelLoadError where it is not there."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -257,7 +258,7 @@ def _device_map(device_map: str | Mapping[str, Any], device: str | torch.device)
     places: dict[str, Any] = {}
     for module, place in device_map.items():
         if place != "disk":
-            _device(f"cuda:{place}" if isinstance(place, int) else place)
+            check_device(f"cuda:{place}" if isinstance(place, int) else place)
         places[module] = place
     return places
 

@@ -70,6 +70,23 @@ def test_every_answer_has_its_own_longest_and_rows_are_split_where_they_are_too_
     assert [timeless(answers) for answers in found] == [timeless(answers) for answers in whole]
 
 
+def test_short_rows_do_not_share_a_batch_with_long_ones(tiny_model, tokenizer, monkeypatch):
+    from kvfoundry.together import answers
+
+    widths, joined = [], answers.joined
+
+    def noted(model, caches):
+        result = joined(model, caches)
+        layers = [cache.attention_layers[0] for cache in (*caches, result)]
+        widths.append([layer.rows.view().keys.shape[2] for layer in layers])
+        return result
+
+    monkeypatch.setattr(answers, "joined", noted)
+    specs = ["fullkv", *(f"{name}(budget={rows})" for name in ("keydiff", "random") for rows in (8, 12, 18))]
+    kvfoundry.generate_together(tiny_model("llama"), tokenizer, [words(40, 1), words(38, 2)], specs, 4)
+    assert widths == [[8, 8, 12, 12, 12], [18, 18, 18]]
+
+
 def test_a_shared_prompt_is_read_in_one_call(tiny_model):
     model = tiny_model("llama")
     prompt = kvfoundry.SharedPrompt(model, ["fullkv", "snapkv(budget=8, window=4)"])

@@ -17,6 +17,7 @@ from kvfoundry.cli.lm_eval import PASS_ON, lm_eval
 from kvfoundry.cli.methods import methods
 from kvfoundry.cli.options import Interrupted
 from kvfoundry.cli.pick import pick
+from kvfoundry.cli.rag import rag_app
 from kvfoundry.cli.report import report
 from kvfoundry.cli.run import run
 from kvfoundry.cli.store import store_app
@@ -38,6 +39,7 @@ app.command(context_settings=PASS_ON)(lm_eval)
 app.command()(report)
 app.command()(pick)
 app.add_typer(analyze_app, name="analyze")
+app.add_typer(rag_app, name="rag")
 app.add_typer(store_app, name="store")
 
 # typer exports no name for the base of its usage errors; BadParameter is the one public member of that family.

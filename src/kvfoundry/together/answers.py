@@ -177,14 +177,22 @@ def _first_tokens(
 
 
 def _groups(arms: Sequence[_Arm], size: int) -> Iterator[list[int]]:
-    """The arms that decode together, at most `size` of them, those with as many rows next to each other."""
+    """The arms that decode together, at most `size` of them, those with as many rows next to each other.
+
+    A batch is as wide as its longest row, so rows share one only with rows at least half as long.
+    """
     kin: dict[Hashable, list[int]] = {}
     for number, arm in enumerate(arms):
         kin.setdefault(("alone", number) if arm.kin is None else arm.kin, []).append(number)
     for alike in kin.values():
         alike.sort(key=lambda number: arms[number].longest)
-        for start in range(0, len(alike), size):
-            yield alike[start : start + size]
+        group: list[int] = []
+        for number in alike:
+            if group and (len(group) == size or arms[number].longest > 2 * arms[group[0]].longest):
+                yield group
+                group = []
+            group.append(number)
+        yield group
 
 
 def _go_on(

@@ -93,14 +93,17 @@ def sort_out(
         else:
             rows.append(record)
     if faults and not skip_damaged:
-        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise DataError(
-            f"data file {path} is damaged: {'; '.join(faults[:_SHOWN])}{more}; "
-            "repair it, or leave such records out with --skip-damaged."
+            f"data file {path} is damaged: {_listed(faults)}; repair it, or leave such records out with --skip-damaged."
         )
     if not rows:
-        raise DataError(f"data file {path} holds no usable record.")
+        raise DataError(f"data file {path} holds no usable record{': ' if faults else ''}{_listed(faults)}.")
     return tuple(rows), tuple(faults)
+
+
+def _listed(faults: Sequence[str]) -> str:
+    more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    return "; ".join(faults[:_SHOWN]) + more
 
 
 def read_records(path: Path, fault: Callable[[dict[str, Any]], str | None], skip_damaged: bool = False) -> Records:
