@@ -1,6 +1,6 @@
 """The Triton kernels on a CUDA GPU: right first, then fast, beside torch's attention and the measured copy bandwidth.
 
-    python benchmarks/kernel_speed.py [--out benchmarks/results/kernel_speed.json] [--seconds 55] [--only quest]
+    python benchmarks/kernel_speed.py [--out FILE] [--seconds 55] [--only decode quest ...]
 
 Shapes are those of one layer of Llama-3.1-8B (8 KV heads, 32 query heads, 128 channels, bfloat16). Every kernel passes
 a comparison with its reference before it is timed; one that fails is reported and not timed. Times are medians over
