@@ -1,6 +1,6 @@
 """The Triton kernels on a CUDA GPU: right first, then fast, beside torch's attention and the measured copy bandwidth.
 
-    python benchmarks/kernel_speed.py [--out benchmarks/results/kernels.json] [--seconds 55] [--only decode quest coded ...]
+    python benchmarks/kernel_speed.py [--out FILE] [--seconds 55] [--only decode quest ...]
 
 Shapes are those of one layer of Llama-3.1-8B (8 KV heads, 32 query heads, 128 channels, bfloat16). Every kernel passes
 a comparison with its reference before it is timed; one that fails is reported and not timed. Times are medians over
@@ -44,7 +44,7 @@ from kvfoundry.kernels.prefill_attention import fused as prefill
 from kvfoundry.kernels.prefill_attention import naive as prefill_naive
 from kvfoundry.kernels.triton_support import Tuning, triton
 
-RESULTS = Path(__file__).resolve().parent / "results" / "kernels.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "kernel_speed.json"
 HEADS, QUERY_HEADS, DIM = 8, 32, 128
 SCALING = DIM**-0.5
 DTYPE = torch.bfloat16

@@ -25,6 +25,7 @@ MINOR = {
     "quiet",
     "columns",
     "tensor_refusal",
+    "travelling",
 }
 
 

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "ChunkKV": "chunks.chunk",
     "ChunkStore": "chunks.store",
+    "DecodeEngine": "engine",
     "Identity": "chunks.identity",
     "KVCache": "cache",
     "Method": "method",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from kvfoundry.chunks.identity import Identity as Identity
     from kvfoundry.chunks.passage import read_passage as read_passage
     from kvfoundry.chunks.store import ChunkStore as ChunkStore
+    from kvfoundry.engine import DecodeEngine as DecodeEngine
     from kvfoundry.errors import KVFoundryError as KVFoundryError
     from kvfoundry.generation import generate as generate
     from kvfoundry.generation import prefill as prefill

@@ -62,6 +62,15 @@ class Acting:
         self._summary: Summary = {}
         self._sinks: Sinks | None = None
 
+    @property
+    def budget(self) -> Tensor | None:
+        """Rows per head in force, [batch] on the CPU, as the prompt has set it."""
+        return self._budget
+
+    def grant(self, rows: Tensor) -> None:
+        """A budget, [batch] rows per head on the CPU, for rows that no prompt of this cache has brought."""
+        self._budget = rows
+
     def after(self, turn: Turn, rows: Layout) -> tuple[Layout, bool]:
         """The rows that stay after this call, and whether any were dropped."""
         method, schedule = self.method, self.method.schedule

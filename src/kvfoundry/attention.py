@@ -19,6 +19,7 @@ from kvfoundry.errors import UnsupportedModelError
 from kvfoundry.kernels.attention import backend, naive
 from kvfoundry.layer import CacheLayer
 from kvfoundry.prompt_mask import PromptMask, prompt_mask
+from kvfoundry.travelling import TravellingKey
 
 NAME = "kvfoundry"
 
@@ -42,9 +43,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The registered attention function. query [batch, heads, tokens, dim]; returns [batch, tokens, heads, dim]."""
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if isinstance(key, CacheLayer):
+    if isinstance(key, TravellingKey):
         family = key.family
-        if not isinstance(attention_mask, PromptMask):
+        if isinstance(key, CacheLayer) and not isinstance(attention_mask, PromptMask):
             raise UnsupportedModelError(
                 f"{family}: it does not build its mask through transformers' mask interface (or got a ready 4D mask), "
                 "so padding and windows cannot be followed; pass a 2D attention_mask or use a transformers cache."

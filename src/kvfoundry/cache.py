@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -25,6 +26,9 @@ from kvfoundry.rope import Rope
 from kvfoundry.selection.budgets import ModelShape
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
+# The rotary embedding of a layer of a model.
+RopeOf = Callable[[PreTrainedModel, int], Rope]
+
 # Layers that hold a recurrent state, or nothing, instead of rows: transformers' own classes serve them.
 _STATE_LAYERS = ("linear_attention", "conv", "dummy", "mamba", "moe", "mlp")
 
@@ -45,8 +49,13 @@ class KVCache(Cache):
         self.method = Method.parse("fullkv" if method is None else method).fitted(_shape(model))
         attach(model)
         self.prompt = Prompt()
-        super().__init__(layers=_layers(model, self.method, self.prompt))
+        super().__init__(layers=_layers(model, self.method, self.prompt, self._rope_of))
         self.pairs = _paired(self.layers, self.method, family_of(model))
+
+    @staticmethod
+    def _rope_of(model: PreTrainedModel, layer_idx: int) -> Rope:
+        """The embedding of a layer, for methods that turn its keys."""
+        return Rope.of(model, layer_idx)
 
     @cached_property
     def _first(self) -> CacheLayer:
@@ -219,11 +228,11 @@ class KVCache(Cache):
         self.prompt.forget()
 
 
-def _rope(model: PreTrainedModel, layer_idx: int, method: Method) -> Rope | None:
+def _rope(model: PreTrainedModel, layer_idx: int, method: Method, rope_of: RopeOf) -> Rope | None:
     asks = method.slot_positions or (method.score is not None and method.score.needs_rope)
     if not asks and not (method.codec is not None and method.codec.needs_rope):
         return None
-    rope = Rope.of(model, layer_idx)
+    rope = rope_of(model, layer_idx)
     if method.slot_positions and rope.depends_on_length:
         raise UnsupportedModelError(
             f"{family_of(model)}: its RoPE frequencies depend on the length of the text, so rows cannot stream through "
@@ -260,7 +269,7 @@ def _shape(model: PreTrainedModel) -> ModelShape:
     return ModelShape(family_of(model), len(types), full, query_heads, kv_heads, partial(identity_of, model))
 
 
-def _layers(model: PreTrainedModel, method: Method, prompt: Prompt) -> list[Any]:
+def _layers(model: PreTrainedModel, method: Method, prompt: Prompt, rope_of: RopeOf) -> list[Any]:
     family = family_of(model)
     kernel = backend(backend_of(model))
     types = compat.layer_types(model.config.get_text_config(decoder=True))
@@ -290,7 +299,7 @@ def _layers(model: PreTrainedModel, method: Method, prompt: Prompt) -> list[Any]
                 kernel=kernel,
                 family=family,
                 prompt=prompt,
-                rope=_rope(model, i, method) if i in full else None,
+                rope=_rope(model, i, method, rope_of) if i in full else None,
             )
         )
     if not any(isinstance(layer, CacheLayer) for layer in layers):

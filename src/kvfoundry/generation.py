@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
 from kvfoundry import compat
 from kvfoundry.cache import KVCache
 from kvfoundry.devices import input_device
+from kvfoundry.engine import DecodeEngine
+from kvfoundry.engine.choosing import Choice
 from kvfoundry.errors import DataError
 from kvfoundry.feeding import check_length, feed, with_answer_begun
 from kvfoundry.kept import Kept, kept_by_row
@@ -82,6 +84,9 @@ def generate(
     chunk_method: str | Method | None = None,
     head: str = "",
     namespace: str = "",
+    engine: DecodeEngine | bool | None = None,
+    require_kernels: bool = False,
+    compile: bool = False,
     details: bool = False,
     **options: Any,
 ) -> Any:
@@ -95,6 +100,10 @@ def generate(
     their own rows. cache: continue on this cache (a fork() of a document's cache, say); prompts are then the text that
     follows. documents: texts in front of the prompts, one list for all or one for each; their chunks are looked up in
     `store` and blended as `blend` says, see `kvfoundry.blend.blended_cache`, also for chunk_method, head, namespace.
+    engine: True decodes answers by a `DecodeEngine` (static rows, a CUDA graph where there is a GPU), and by
+    transformers' loop where it cannot serve method, model or options (`notes` say why); the loop is the default. An
+    engine of your own keeps its graph from call to call. require_kernels:
+    an error instead of the loop. compile: the engine's model goes through torch.compile.
     streamer, generation_config, seed and further keywords (do_sample, num_beams, stop_strings, ...) are transformers'.
     Returns a string or a list of strings in the order of the prompts; with details=True `Generation` objects.
     Raises DataError for an empty prompt or one that does not fit the model.
@@ -121,7 +130,8 @@ def generate(
         )
     if documents is None and store is not None:
         raise DataError("store=... serves the chunks of documents; give documents=[...] with it.")
-    decoding = {"streamer": streamer, "generation_config": generation_config, **options}
+    choice = Choice(model, engine, require_kernels=require_kernels, compile=compile)
+    decoding = {"streamer": streamer, "generation_config": generation_config, "choice": choice, **options}
     device = input_device(model)
     size = batch_size or max(1, len(texts))
     results: list[Generation] = []
@@ -147,6 +157,7 @@ def generate(
             model, tokenizer, ids.to(device), mask.to(device), method, max_new_tokens,
             cache=cache, prefill_chunk=prefill_chunk, hold_back=hold_back, **decoding,
         )  # fmt: skip
+    choice.end()
     answers = results if details else [result.text for result in results]
     return answers[0] if single and len(answers) == 1 else answers
 
@@ -302,15 +313,19 @@ def generate_ids(
     hold_back: int = 0,
     streamer: Any = None,
     generation_config: GenerationConfig | None = None,
+    choice: Choice | None = None,
     **options: Any,
 ) -> list[Generation]:
     """`generate` for one batch whose token ids are made already: left-padded, [batch, tokens], on the model's device.
 
-    context: ids and mask of what a given cache has seen, where it is a batch or its method repeats it. The caller has
-    seen to it that prompts and answers fit the model.
+    context: ids and mask of what a given cache has seen, where it is a batch or its method repeats it. choice: who
+    decodes, the same for all batches of a call. The caller has seen to it that prompts and answers fit the model.
     """
     started = time.perf_counter()
+    outlives = cache is not None
     cache = KVCache(model, method) if cache is None else cache
+    choice = choice or Choice(model, None, require_kernels=False, compile=False)
+    by = choice.decoding(ids.device, cache, streamer, generation_config, options, outlives=outlives)
     past = cache.seen_tokens
     if cache.awaits_prompt and (prefill_chunk is not None or hold_back):
         cache.expect_prompt(ids.shape[1] - hold_back)
@@ -330,7 +345,9 @@ def generate_ids(
     repeats = method.reconstructs is not None and not hold_back and (not past or context is not None)
     second_pass = [_Reconstruct(model, tokenizer, cache, ids, mask)] if repeats else []
     criteria = StoppingCriteriaList([*second_pass, clock, *(options.get("stopping_criteria") or [])])
-    options = {name: value for name, value in options.items() if name != "stopping_criteria"}
+    if options.get("stop_strings"):
+        criteria.append(StopStringCriteria(tokenizer, options["stop_strings"]))
+    options = {name: value for name, value in options.items() if name not in ("stopping_criteria", "stop_strings")}
     output = model.generate(  # type: ignore[operator]
         ids,
         attention_mask=mask,
@@ -339,8 +356,9 @@ def generate_ids(
         streamer=streamer,
         generation_config=generation_config,
         stopping_criteria=criteria,
-        tokenizer=tokenizer if "stop_strings" in options else None,
+        tokenizer=tokenizer if generation_config is not None and generation_config.stop_strings else None,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        **({} if by.method is None else {"custom_generate": by.method}),
         **options,
     )
     finished = clock.now()
@@ -357,7 +375,7 @@ def generate_ids(
         ttft_seconds=clock.times[0] - started,
         ms_per_token=1e3 * (clock.times[-1] - clock.times[0]) / steps if steps > 0 else 0.0,
         seconds=finished - started,
-        notes=cache.notes,
+        notes=[*cache.notes, *by.notes],
     )
 
 

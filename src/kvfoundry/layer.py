@@ -32,13 +32,14 @@ from kvfoundry.reading.state import PageState
 from kvfoundry.rope import Rope
 from kvfoundry.selection.evidence import Evidence, Memo
 from kvfoundry.tensor_refusal import RefusesTensorUse
+from kvfoundry.travelling import TravellingKey
 from kvfoundry.visibility import WHOLE_PAST, WindowRule
 
 # A window layer keeps this many tokens more than its window, so that speculative decoding can take tokens back.
 ROLLBACK = 64
 
 
-class CacheLayer(RefusesTensorUse, CacheLayerMixin):
+class CacheLayer(RefusesTensorUse, TravellingKey, CacheLayerMixin):
     """Rows of one attention layer under one method.
 
     A full-attention layer follows the method; a window layer (`rule` with a span) keeps its own rule and never loses a
@@ -558,7 +559,50 @@ class CacheLayer(RefusesTensorUse, CacheLayerMixin):
             self._leave_window(tokens)
         elif bool((rows.lengths < self.real[:, None]).any()):
             self.rows_lost_at = tokens
+        if self.acts:
+            self._acting.grant(self.budget_rows())
         self.note_bytes()
+
+    def begin_behind(self, tokens: int) -> None:
+        """Count, in an empty layer, as if one sequence of `tokens` tokens had passed and left no row."""
+        if self.rows is not None:
+            raise CacheStateError("the layer has rows already; reset() the cache first.")
+        self.real, self.seen, self._longest = torch.tensor([tokens]), tokens, tokens
+        self.is_initialized = True
+
+    def lend(self) -> Layout:
+        """The rows, which leave the layer until `resume`: nothing may be fed meanwhile."""
+        assert self.rows is not None
+        rows, self.rows = self.rows, None
+        return rows
+
+    def resume(self, rows: Layout | None, tokens: int, *, dropped: bool) -> None:
+        """Go on after `tokens` tokens of every batch row were decoded elsewhere.
+
+        rows: None where nobody will ask for them again. dropped: whether the method has dropped rows meanwhile.
+        """
+        assert self.real is not None
+        self.rows = rows
+        self.seen, self.real, self._longest = self.seen + tokens, self.real + tokens, self._longest + tokens
+        if dropped:
+            self.rows_lost_at = self.seen
+        self.note_bytes()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether something else stands in for the method, or rows are read that are to go elsewhere."""
+        return self.watch is not None or self.keeps_whole_window
+
+    @property
+    def decode_budget(self) -> Tensor:
+        """Rows per head that stay after a step of decoding: [batch], on the CPU."""
+        return self.budget_rows() if self._acting.budget is None else self._acting.budget
+
+    @property
+    def reads_pages(self) -> tuple[Reader, Tensor] | None:
+        """What picks the rows that a step of decoding reads, and how many: [batch], on the CPU. None: it reads all."""
+        reader = self._grant_reading(in_prompt=False)
+        return None if reader is None or self._read_budget is None else (reader, self._read_budget)
 
     def look_back(self, query: Tensor, positions: Tensor, reading: Reading, module: nn.Module | None) -> None:
         """Let the method see queries of tokens whose rows the layer holds, before the rest of the prompt comes.

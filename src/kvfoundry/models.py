@@ -15,7 +15,7 @@ from kvfoundry.embedded import EMBEDDED, embedded_models, ensure, first_line, se
 from kvfoundry.errors import MissingExtraError, ModelLoadError, unknown_name
 from kvfoundry.quiet import quiet
 
-__all__ = ["embedded_models", "load", "outline"]
+__all__ = ["architecture", "embedded_models", "load", "outline"]
 
 _ATTENTION = ("eager", "flash_attention_2", "sdpa")
 # How accelerate may spread a model over devices.
@@ -92,14 +92,30 @@ def outline(name: str | Path = "smollm2") -> tuple[PreTrainedModel, Any]:
     with quiet(stderr=from_gguf):
         _check_config(source)
         tokenizer = _tokenizer(source)
-        try:
-            config = AutoConfig.from_pretrained(source.location, **source.arguments)
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config).eval()
-        except Exception as error:  # as in _check_config
-            raise ModelLoadError(f"cannot load {source.label}: {first_line(error)}; {source.remedy}") from error
+        model = _without_weights(source)
     _prepare_padding(tokenizer, model, from_gguf=from_gguf)
     return model, tokenizer
+
+
+def architecture(name: str | Path = "smollm2") -> PreTrainedModel:
+    """The architecture of a model, on torch's meta device, where neither weights nor a tokenizer need be at hand.
+
+    name: as in `load`; also a folder with nothing but a config.json, or such a file. Raises ModelLoadError.
+    """
+    source = _resolve(str(name), None, weights=False)
+    with quiet(stderr="gguf_file" in source.arguments):
+        _check_config(source)
+        return _without_weights(source)
+
+
+def _without_weights(source: "_Source") -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(source.location, **source.arguments)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    except Exception as error:  # as in _check_config
+        raise ModelLoadError(f"cannot load {source.label}: {first_line(error)}; {source.remedy}") from error
+    return model
 
 
 @dataclass(frozen=True)
@@ -113,16 +129,19 @@ class _Source:
     """The end of an error sentence: what to do when reading it fails."""
 
 
-def _resolve(name: str, revision: str | None) -> _Source:
+def _resolve(name: str, revision: str | None, *, weights: bool = True) -> _Source:
+    """weights: whether a local folder without them is refused."""
     path = Path(name).expanduser()
     if not name.strip():
         raise ModelLoadError(f"the model name is empty; give one of {', '.join(EMBEDDED)}, a folder or a hub name.")
     if name in EMBEDDED:
         local = _folder(ensure(EMBEDDED[name]), label=f"embedded model {name!r}")
     elif path.is_dir():
-        local = _folder(path, label=f"model folder {name!r}")
+        local = _folder(path, label=f"model folder {name!r}", weights=weights)
     elif path.suffix == ".gguf":
         local = _gguf(path)
+    elif not weights and path.name == "config.json" and path.is_file():
+        local = _folder(path.parent, label=f"config file {name!r}", weights=False)
     elif path.exists():
         raise ModelLoadError(f"{name!r} is a file, but not a .gguf file; give a model folder or a .gguf file.")
     elif path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
@@ -138,7 +157,7 @@ def _resolve(name: str, revision: str | None) -> _Source:
     return local
 
 
-def _folder(path: Path, label: str) -> _Source:
+def _folder(path: Path, label: str, *, weights: bool = True) -> _Source:
     if not (path / "config.json").is_file():
         raise ModelLoadError(f"{label} has no config.json; save a transformers model into it, or name another folder.")
     try:
@@ -147,7 +166,7 @@ def _folder(path: Path, label: str) -> _Source:
         raise ModelLoadError(
             f"{label}: config.json cannot be read ({first_line(error)}); save the model again."
         ) from error
-    if not any(found for pattern in ("*.safetensors", "*.bin") for found in path.glob(pattern)):
+    if weights and not any(found for pattern in ("*.safetensors", "*.bin") for found in path.glob(pattern)):
         raise ModelLoadError(
             f"{label} has a config.json but no weights (*.safetensors or *.bin); copy them into it, or save it again."
         )

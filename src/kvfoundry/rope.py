@@ -113,6 +113,34 @@ class Rope:
             return moved
         return torch.where((from_positions == to_positions).unsqueeze(-1), keys, moved)
 
+    def move_bounds(
+        self,
+        low: Tensor,
+        high: Tensor,
+        from_positions: Tensor,
+        to_positions: Tensor,
+        *,
+        length: int | None = None,
+        to_length: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Bounds per channel of keys that move together: every key between `low` and `high` is, moved, between these.
+
+        Arguments as in `move`; all keys of a row of bounds move from that row's one position to the other. A turned box
+        does not stand on its sides any more, so the bounds get wider.
+        """
+        center = self.move((low + high) / 2, from_positions, to_positions, length=length, to_length=to_length)
+        half = _wide((high - low) / 2)
+        if self.layout is None or low.shape[-2] == 0:
+            return low, high
+        before = inverse(*self._tables(low, from_positions, self._known_length(length)))
+        after = self._tables(low, to_positions, None if not self.depends_on_length else to_length)
+        cos = (before[0] * after[0] - before[1] * after[1]).abs()
+        sin = (before[0] * after[1] + before[1] * after[0]).abs()
+        still, none = self.layout.turn(half, torch.zeros_like(cos), torch.zeros_like(cos)), torch.zeros_like(cos)
+        half = self.layout.turn(half, cos, none) + self.layout.turn(half, none, sin).abs() - still
+        half = half.to(low.dtype)
+        return center - half, center + half
+
     def _turn_back(self, keys: Tensor, positions: Tensor, length: int | None) -> Tensor:
         assert self.layout is not None
         return self.layout.turn(_wide(keys), *inverse(*self._tables(keys, positions, length)))

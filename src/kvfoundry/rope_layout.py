@@ -82,7 +82,7 @@ def read_layout(model: Any, attention: nn.Module, module: nn.Module, layer_type:
     hidden = torch.randn(1, there.shape[1], size, generator=torch.Generator().manual_seed(0)).to(device, model.dtype)
     try:
         stored = [
-            _stored_by(attention, hidden, _model_tables(module, at, layer_type, model.dtype))
+            handed_over(attention, hidden, _model_tables(module, at, layer_type, model.dtype))
             for at in (there * 0, there)
         ]
         at_origin, at_there = (cos_sin(module, at, layer_type, torch.float32) for at in (there * 0, there))
@@ -111,7 +111,7 @@ def read_layout(model: Any, attention: nn.Module, module: nn.Module, layer_type:
     return best
 
 
-def _stored_by(attention: nn.Module, hidden: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
+def handed_over(attention: nn.Module, hidden: Tensor, tables: Any) -> tuple[Tensor, Tensor]:
     """What the attention module hands to its cache: keys and values [batch, heads, rows, head_dim]."""
     parameters = inspect.signature(type(attention).forward).parameters
     given: dict[str, Any] = {name: None for name, p in parameters.items() if p.default is p.empty and p.kind < 2}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvfoundry.blend.rows import WorkingRows
 from kvfoundry.chunks import ChunkKV
+from kvfoundry.errors import CacheStateError
 from kvfoundry.rope import Rope
 
 
@@ -47,6 +48,24 @@ def placed(chunks: Sequence[ChunkKV]) -> list[Piece]:
 def sources(pieces: Sequence[Piece]) -> Tensor:
     """The position at which the key of every token of a prompt is rotated before it moves: [tokens], on the CPU."""
     return torch.cat([torch.arange(piece.tokens) + piece.chunk.start for piece in pieces])
+
+
+@torch.inference_mode()
+def placed_layer(piece: Piece, layer: int, rope: Rope, device: torch.device, to_length: int) -> tuple[Tensor, Tensor]:
+    """Keys, turned to their places in the prompt, and values of one layer: [heads, tokens, dim] on the device.
+
+    to_length: tokens of the whole prompt. CacheStateError for a chunk that lacks rows of some tokens, or holds codes.
+    """
+    if not piece.is_complete(layer):
+        raise CacheStateError("the chunk does not hold a plain row of every token in every head.")
+    rows = piece.chunk.layers[layer].record.tensors
+    keys, values = (rows[name].to(device, non_blocking=True) for name in ("keys", "values"))
+    there = torch.arange(piece.tokens, device=device)[None, None] + piece.chunk.start
+    here = there - piece.chunk.start + piece.at
+    if piece.chunk.start != piece.at or rope.depends_on_length:
+        length = piece.chunk.start + piece.tokens
+        keys = rope.move(keys[None], there, here, length=length, to_length=max(to_length, piece.stop))[0]
+    return keys, values
 
 
 class Feed:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import kvfoundry
-from kvfoundry.analysis.command import analyze_app
+from kvfoundry.analysis.commands import analyze_app
 from kvfoundry.cli.calibrate import calibrate
 from kvfoundry.cli.demo import demo
 from kvfoundry.cli.evaluation import eval_app
@@ -17,6 +17,7 @@ from kvfoundry.cli.lm_eval import PASS_ON, lm_eval
 from kvfoundry.cli.methods import methods
 from kvfoundry.cli.options import Interrupted
 from kvfoundry.cli.pick import pick
+from kvfoundry.cli.plan import plan
 from kvfoundry.cli.rag import rag_app
 from kvfoundry.cli.report import report
 from kvfoundry.cli.run import run
@@ -39,6 +40,7 @@ app.add_typer(eval_app, name="eval")
 app.command(context_settings=PASS_ON)(lm_eval)
 app.command()(report)
 app.command()(pick)
+app.command()(plan)
 app.add_typer(analyze_app, name="analyze")
 app.add_typer(rag_app, name="rag")
 app.add_typer(store_app, name="store")

@@ -1,8 +1,11 @@
-"""`kvfoundry rag STEP`: one small file per step of the pipeline."""
+"""`kvfoundry rag STEP`: one small file per step of the pipeline, and one for all of them."""
 
 import typer
 
+from kvfoundry.cli.rag.build import build
+from kvfoundry.cli.rag.decode import decode
 from kvfoundry.cli.rag.retrieve import retrieve
+from kvfoundry.cli.rag.run import run
 
 rag_app = typer.Typer(help="Retrieval-augmented generation, step by step.", no_args_is_help=True)
 
@@ -13,3 +16,6 @@ def _group() -> None:
 
 
 rag_app.command()(retrieve)
+rag_app.command()(build)
+rag_app.command()(decode)
+rag_app.command()(run)

@@ -45,7 +45,7 @@ def retrieve(
     limit: Annotated[int | None, typer.Option("--limit", help="Only the first so many samples.")] = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
-) -> None:
+) -> dict[str, Path]:
     """Find the passages that belong to each question: <dataset>_rag_<mode>_k<k>.json.
 
     Passages are indexed once; a second run, or one that was interrupted, goes on with what is there. Bad samples are
@@ -90,6 +90,7 @@ def retrieve(
         ) from error
     assert found is not None
     _tell(found, path, new, is_new, as_json)
+    return {"retrieval": path}
 
 
 def _open_index(

@@ -8,7 +8,7 @@ from kvfoundry.layouts.base import Columns
 from kvfoundry.selection.evidence import Evidence
 from kvfoundry.selection.scores.base import Score
 
-_COLUMN = "attention_sum"
+COLUMN = "attention_sum"
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class AccumulatedAttention(Score):
         else:
             batch, _, count = evidence.column_sums.shape
             received = evidence.column_sums.view(batch, rows.keys.shape[1], evidence.groups, count).transpose(2, 3)
-        earlier = rows.columns.get(_COLUMN)
-        return {_COLUMN: received if earlier is None else earlier + received}
+        earlier = rows.columns.get(COLUMN)
+        return {COLUMN: received if earlier is None else earlier + received}
 
     def __call__(self, evidence: Evidence) -> Tensor:
-        if evidence.rows.columns[_COLUMN].dim() == 3:
-            sums = evidence.rows.columns[_COLUMN]
+        if evidence.rows.columns[COLUMN].dim() == 3:
+            sums = evidence.rows.columns[COLUMN]
             return sums / evidence.ages().clamp(min=1) if self.normalize else sums
-        batch, heads, count, groups = evidence.rows.columns[_COLUMN].shape
-        sums = evidence.rows.columns[_COLUMN].transpose(2, 3).reshape(batch, heads * groups, count)
+        batch, heads, count, groups = evidence.rows.columns[COLUMN].shape
+        sums = evidence.rows.columns[COLUMN].transpose(2, 3).reshape(batch, heads * groups, count)
         if self.normalize:
             ages = evidence.ages().clamp(min=1).repeat_interleave(groups, dim=1)
             sums = sums / ages

@@ -1,0 +1,229 @@
+"""Codes in the engine: old rows in static buffers of codes, the newest whole in front of them, in rows that stay.
+
+A step reads codes and whole rows in one pass and stores its row behind the whole ones. Rows are written down between
+steps, at the interval that the codec states (its `stride`), outside the graph and by the codec itself: the codes are
+bit for bit those of the plain path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfoundry.codecs.base import Codec, KVCodec, Parts
+from kvfoundry.codecs.fp8 import Float8
+from kvfoundry.codecs.groups import PerChannel, PerToken
+from kvfoundry.codecs.rotation import rotation_matrix
+from kvfoundry.engine.rows import Plan, StaticRows
+from kvfoundry.kernels.coded_decode import Codes
+from kvfoundry.layouts.base import Stretches
+from kvfoundry.layouts.coded import CodedRows
+from kvfoundry.layouts.side import CodedSide
+
+_KINDS = (PerChannel, PerToken, Float8)
+
+
+def codec_refusal(codec: object) -> str | None:
+    """Why codes of this kind cannot be read in a step of fixed shape; None where they can."""
+    if not isinstance(codec, KVCodec) or not isinstance(codec.keys, _KINDS) or not isinstance(codec.values, _KINDS):
+        return "stores rows in a form that no kernel of the engine reads"
+    if (codec.keys.residual, codec.keys.stride) != (codec.values.residual, codec.values.stride):
+        return "writes keys and values down at different times"
+    for side in (codec.keys, codec.values):
+        group = side.group or 1
+        if group & (group - 1):
+            return f"has groups of {group}, which is no power of two"
+        if not isinstance(side, Float8) and side.bits not in (1, 2, 4, 8):
+            return f"stores codes of {side.bits} bits"
+    return None
+
+
+def coded_refusal(rows: CodedRows) -> str | None:
+    """Why these rows cannot move into static codes; None where they can."""
+    keys, values = rows.keys, rows.values
+    if not torch.equal(keys.counts, values.counts) or bool((keys.firsts + values.firsts).any()):
+        return "has keys and values of different rows in codes"
+    if keys.block_of is not None or values.block_of is not None:
+        return "has groups of tokens that have lost some"
+    return None
+
+
+def tail_plan(rows: CodedRows) -> Plan:
+    """Slots for the whole rows: as many as wait at most."""
+    codec = rows.codec.keys
+    slots = torch.full_like(rows.lengths, codec.residual + codec.stride).int()
+    return Plan(slots, torch.zeros_like(slots), False, True, codec.residual + codec.stride)
+
+
+def tail_like(rows: CodedRows) -> Stretches:
+    """What the whole rows are like."""
+    keys, values = rows.keys.tail.flatten(0, 2), rows.values.tail.flatten(0, 2)
+    return Stretches(keys, values, torch.zeros_like(rows.lengths), rows.keys.tails)
+
+
+class Coded:
+    """The codes of one layer, beside `tail`, its whole rows.
+
+    keys, values: codes of all heads; count: int32 [batch, heads], rows in codes.
+    """
+
+    def __init__(self, rows: CodedRows, tail: StaticRows, new: int, room: int):
+        self.codec, self.tail = rows.codec, tail
+        self.capacity = self.needed(rows, new, room)
+        shape = (*rows.lengths.shape, self.capacity)
+        self.keys = _buffers(rows.codec.keys, rows.keys, shape)
+        self.values = _buffers(rows.codec.values, rows.values, shape)
+        self.count = torch.zeros(rows.lengths.shape, dtype=torch.int32, device=tail.keys.device)
+        # as in `Rotation.turn`, but the matrix is where the queries are
+        rotated = self.codec.rotation is not None
+        self._turn = rotation_matrix(tail.keys.shape[1]).to(tail.keys.device) if rotated else None
+        self._waiting = torch.zeros(rows.lengths.shape, dtype=torch.long)  # whole rows, as the host counts them
+
+    @staticmethod
+    def needed(rows: CodedRows, new: int, room: int) -> int:
+        """Slots of a head for the codes that there are and those to come."""
+        unit = max(room, rows.codec.keys.stride, *(side.group or 1 for side in _grouped(rows.codec)))
+        return -(-(int(rows.lengths.max()) + new) // unit) * unit
+
+    def fits(self, rows: CodedRows, new: int) -> bool:
+        """Whether the codes of other rows can move in."""
+        return (
+            self.codec == rows.codec
+            and self.count.shape == rows.lengths.shape
+            and self.needed(rows, new, 1) <= self.capacity
+        )
+
+    def fill(self, rows: CodedRows) -> None:
+        """Copy the codes and the whole rows of a layout in."""
+        _copy(self.keys, rows.keys)
+        _copy(self.values, rows.values)
+        self.count.copy_(rows.keys.counts)
+        tail, width = self.tail, rows.keys.tail.shape[2]
+        self._waiting = rows.keys.tails.clone()
+        tail.rectangle(tail.keys)[:, :, :width] = rows.keys.tail
+        tail.rectangle(tail.values)[:, :, :width] = rows.values.tail
+        tail.starts.copy_(torch.arange(tail.starts.numel()).view(tail.starts.shape) * tail.width)
+        tail.capacities.fill_(tail.width)
+        tail.lengths.copy_(self._waiting)
+        tail.slots.copy_(self._waiting)
+
+    def attend(self, kernel: Any, query: Tensor, **terms: Any) -> Tensor:
+        """Output [batch, query_heads, 1, value_dim] over codes and whole rows; query alike.
+
+        kernel: one of `kernels.coded_decode`.
+        """
+        tail, turned = self.tail, query
+        if self._turn is not None:
+            turned = (query.float() @ self._turn).to(query.dtype)
+        output: Tensor = kernel.attend(
+            turned, self.keys, self.values, self.count,
+            tail.rectangle(tail.keys), tail.rectangle(tail.values), tail.lengths,
+            tail_query=None if self._turn is None else query, **terms,
+        )  # fmt: skip
+        return output
+
+    def after_step(self) -> None:
+        """Write down what has waited long enough, between two steps."""
+        stride = self.codec.keys.stride
+        self._waiting += 1
+        due = self._waiting >= self.codec.keys.residual + stride
+        if not bool(due.any()):
+            return
+        self._waiting[due] -= stride
+        heads = due.flatten().nonzero()[:, 0].to(self.count.device)
+        count, tail = self.count.view(-1), self.tail
+        for codes, codec, flat in (
+            (self.keys, self.codec.keys, tail.keys),
+            (self.values, self.codec.values, tail.values),
+        ):
+            waiting = tail.rectangle(flat).flatten(0, 1)
+            oldest = waiting[heads, :stride]
+            if codes is self.keys and self.codec.rotation is not None:
+                oldest = self.codec.rotation.turn(oldest)
+            _write(codes, codec, oldest, heads, count[heads].long())
+            waiting[heads, :-stride] = waiting[heads, stride:]
+        count[heads] += stride
+        tail.lengths.view(-1)[heads] -= stride
+        tail.slots.copy_(tail.lengths)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that holds memory."""
+        yield self.count
+        for side in (self.keys, self.values):
+            yield from (side.codes, side.scale)
+            if side.minimum is not None:
+                yield side.minimum
+
+
+def _grouped(codec: KVCodec) -> Iterator[PerChannel]:
+    for side in (codec.keys, codec.values):
+        if isinstance(side, PerChannel):
+            yield side
+
+
+def _buffers(codec: Codec, side: CodedSide, shape: tuple[int, ...]) -> Codes:
+    assert isinstance(codec, _KINDS)
+    *heads, capacity = shape
+    along_tokens = isinstance(codec, PerChannel)
+    # nothing may be written down yet, so the codec is asked what it would write
+    blocks = side.tail.new_zeros(1, codec.block, side.tail.shape[3])
+    written = codec.encode(blocks, torch.zeros(blocks.shape[:2], device=blocks.device), {})
+    parts: Parts = written.tables if along_tokens else written.rows
+    entries = capacity // codec.block
+
+    def like(name: str) -> Tensor | None:
+        part = parts.get(name)
+        return None if part is None else part.new_zeros(*heads, entries, part.shape[-1])
+
+    scale = like("scale")
+    assert scale is not None
+    codes = written.rows["codes"]
+    return Codes(
+        codes.new_zeros(*heads, capacity, codes.shape[-1]),
+        scale,
+        like("minimum"),
+        8 if isinstance(codec, Float8) else codec.bits,
+        codec.group or codec.dim,
+        "tokens" if along_tokens else "channels",
+        "float8" if isinstance(codec, Float8) else codec.mode,
+        codec.dim,
+    )
+
+
+def _copy(codes: Codes, side: CodedSide) -> None:
+    """The coded rows of a side, which lie head after head, to the front of every head's slots."""
+    if not side.rows:
+        return
+    parts = side.tables if codes.along == "tokens" else side.rows
+    block = codes.group if codes.along == "tokens" else 1
+    for target, source, size in (
+        (codes.codes, side.rows["codes"], 1),
+        (codes.scale, parts["scale"], block),
+        (codes.minimum, parts.get("minimum"), block),
+    ):
+        if target is None or source is None:
+            continue
+        start = 0
+        for head, count in zip(target.flatten(0, 1), (side.counts.flatten() // size).tolist(), strict=True):
+            head[:count] = source[start : start + count]
+            start += count
+
+
+def _write(codes: Codes, codec: Codec, rows: Tensor, heads: Tensor, at: Tensor) -> None:
+    """Encode rows [heads, n, dim] into the codes of `heads` (flat numbers), from row `at` [heads] on."""
+    blocks = rows.unflatten(1, (-1, codec.block)).flatten(0, 1)
+    found = codec.encode(blocks, torch.zeros(blocks.shape[:2], device=rows.device), {})
+    parts = found.tables if codes.along == "tokens" else found.rows
+    for target, part, size in (
+        (codes.codes, found.rows["codes"], 1),
+        (codes.scale, parts["scale"], codec.block),
+        (codes.minimum, parts.get("minimum"), codec.block),
+    ):
+        if target is None or part is None:
+            continue
+        entries = part.reshape(rows.shape[0], -1, target.shape[-1])
+        number = (at // size)[:, None] + torch.arange(entries.shape[1], device=rows.device)
+        target.flatten(0, 1)[heads[:, None], number] = entries

@@ -1,0 +1,61 @@
+"""Reading pages: bounds of the keys of every page of static rows, kept up by each step (Quest)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvfoundry.engine.rows import StaticRows
+from kvfoundry.reading.reader import PageReader
+
+
+def reading_refusal(reader: object) -> str | None:
+    """Why what picks rows to read has no form of fixed shape; None where it has."""
+    if not isinstance(reader, PageReader):
+        return "reads rows in a way of its own"
+    if reader.rule != "kernel":
+        return f"reads pages by the rule {reader.rule!r}"
+    if reader.granularity != "kv_head":
+        return "reads pages of its own for every query head"
+    return None
+
+
+def budget_refusal(reader: PageReader, budget: Tensor, lengths: Tensor) -> str | None:
+    """Why these budgets [batch] cannot be one number of pages for heads of these lengths [batch, heads]."""
+    if bool((budget != budget[0]).any()):
+        return "reads a different number of pages of every sequence"
+    if int(budget[0]) % reader.page and bool((lengths <= budget[0]).any()):
+        return f"reads all rows up to a budget of {int(budget[0])}, which is no whole number of pages"
+    return None
+
+
+class Paging:
+    """Bounds of one layer's pages, and how many of them a step reads.
+
+    low, high: [batch, heads, pages, head_dim]. page: rows of a page; budget: pages to read, the last one among them.
+    """
+
+    def __init__(self, reader: PageReader, budget: int, rows: StaticRows):
+        self.page, self.group, self.rows = reader.page, reader.group, rows
+        self.budget = max(2, budget // reader.page)
+        room = -(-rows.width // self.page)
+        self.low = rows.keys.new_zeros(*rows.starts.shape, room, rows.keys.shape[1])
+        self.high = torch.zeros_like(self.low)
+
+    def begin(self) -> None:
+        """Bound the pages of rows that have just moved in."""
+        keys = self.rows.gathered(self.rows.keys)
+        inside = torch.arange(keys.shape[2], device=keys.device) < self.rows.lengths[..., None]
+        for head in range(keys.shape[1]):  # one at a time: the copies stay small
+            for bounds, fill, reduce in ((self.low, torch.inf, torch.amin), (self.high, -torch.inf, torch.amax)):
+                padded = keys[:, head].masked_fill(~inside[:, head, :, None], fill)
+                missing = bounds.shape[2] * self.page - padded.shape[1]
+                padded = torch.nn.functional.pad(padded, (0, 0, 0, max(0, missing)), value=fill)
+                found = reduce(padded[:, : bounds.shape[2] * self.page].unflatten(1, (-1, self.page)), 2)
+                bounds[:, head] = torch.where(found.isinf(), 0, found)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that holds memory."""
+        yield from (self.low, self.high)
