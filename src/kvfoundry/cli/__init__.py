@@ -22,6 +22,7 @@ from kvfoundry.cli.rag import rag_app
 from kvfoundry.cli.report import report
 from kvfoundry.cli.run import run
 from kvfoundry.cli.store import store_app
+from kvfoundry.cli.vllm import vllm_config
 from kvfoundry.errors import KVFoundryError
 
 app = typer.Typer(
@@ -43,6 +44,7 @@ app.command()(plan)
 app.add_typer(analyze_app, name="analyze")
 app.add_typer(rag_app, name="rag")
 app.add_typer(store_app, name="store")
+app.command("vllm-config")(vllm_config)
 
 # typer exports no name for the base of its usage errors; BadParameter is the one public member of that family.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]

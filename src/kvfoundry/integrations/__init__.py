@@ -1,1 +1,1 @@
-"""Other people's tools driven by our cache, one file each; every one needs an extra."""
+"""Other people's tools over our cache or our store; every one needs an extra."""

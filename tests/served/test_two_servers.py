@@ -1,0 +1,236 @@
+"""Two vLLM servers and one Redis, over HTTP: what one has read the other does not read again, and says the same.
+
+Needs an environment with vLLM: `make test-vllm`. A few minutes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from chunks.redis_server import Server as Redis
+from chunks.redis_server import redis_is_here
+
+from kvfoundry.chunks import ChunkStore
+from kvfoundry.integrations.vllm.client import document_request, reading_requests
+
+from .prompts import QUESTIONS, document, prompt
+from .servers import Server
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; make test-vllm"),
+    pytest.mark.skipif(not redis_is_here(), reason="redis-server is not installed"),
+]
+SPAN = 256
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    import kvfoundry
+
+    return Path(kvfoundry.load("smollm2")[0].config._name_or_path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def redis(folder):
+    server = Redis(folder)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def start(model, folder):
+    """Starts servers, at most a few at once, and stops what is left at the end."""
+    running: list[Server] = []
+
+    def begin(name: str, settings, *more: str, dtype: str = "float32") -> Server:
+        running.append(Server(model, folder / f"{name}.log", settings, *more, dtype=dtype))
+        return running[-1]
+
+    yield begin
+    for server in running:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def plain(start):
+    """What a server without the connector answers: question number -> answer."""
+    server = start("plain", None, "--enable-prefix-caching")  # or each question would take a whole prefill
+    answers = [server.ask(prompt(question)) for question in QUESTIONS]
+    answers.append(server.ask(prompt(QUESTIONS[0], seed=1)))
+    server.stop()
+    return answers
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
+
+
+def entries(source: str) -> int:
+    """What a store holds. vLLM hands counters on only with a step, so an idle server's stand still."""
+    with ChunkStore(source, look=True) as store:
+        return min(len(held) for held in store.listing().values())
+
+
+def whole_spans(tokens: int) -> int:
+    return (tokens - 1) // SPAN * SPAN
+
+
+def divergence(wanted: dict[str, float], found: dict[str, float]) -> float:
+    """Kullback-Leibler divergence of the first token, over the likeliest tokens that both servers name."""
+    both = wanted.keys() & found.keys()
+    ours, theirs = (sum(math.exp(each[token]) for token in both) for each in (wanted, found))
+    return sum(
+        math.exp(wanted[token]) / ours * (wanted[token] - math.log(ours) - found[token] + math.log(theirs))
+        for token in both
+    )
+
+
+def test_what_one_server_read_another_loads(plain, start, redis, folder):
+    shared, disk = f"redis://127.0.0.1:{redis.port}/0?timeout=20", f"disk:{folder / 'disk'}:4GiB"
+    a = start("a", {"store": f"{disk},{shared}"})
+    b = start("b", {"store": f"host:1GiB,{shared}"})
+    miss = a.ask(prompt(QUESTIONS[0]))
+    assert miss.text == plain[0].text and miss.cached == 0 and 2900 <= miss.prompt_tokens <= 3200
+    spans = whole_spans(miss.prompt_tokens)
+    wait_for(lambda: entries(f"{disk},{shared}") >= spans / SPAN, 60)
+
+    hit = b.ask(prompt(QUESTIONS[1]))
+    assert hit.text == plain[1].text
+    assert hit.cached == whole_spans(hit.prompt_tokens) == spans
+    wait_for(lambda: b.metric("loaded_tokens") == hit.cached and b.metric("hits", tier="redis") == spans / SPAN)
+    ratio = hit.first / min(miss.first, plain[0].first)
+    told = {"tokens": miss.prompt_tokens, "miss": miss.first, "plain": plain[0].first, "hit": hit.first, "ratio": ratio}
+    print(json.dumps(told | {"load": b.metric("load_seconds")}))
+    assert ratio <= 0.35
+
+    # Redis is gone: B has a copy in memory, and what is new is computed, with one bounded wait.
+    redis.stop()
+    kept = b.ask(prompt(QUESTIONS[2]))
+    assert kept.text == plain[2].text and kept.cached == spans
+    computed = a.ask(prompt(QUESTIONS[0], seed=1))
+    assert computed.text == plain[-1].text and computed.cached == 0
+    assert computed.first < plain[0].first * 2 + 10
+    b.stop()
+    a.stop()
+
+    # Both are gone: a server that starts without Redis goes on from the disk, and says what is away.
+    again = start("again", {"store": f"{disk},{shared}"})
+    assert any("a tier is away" in line for line in again.lines())
+    from_disk = again.ask(prompt(QUESTIONS[3]))
+    assert from_disk.text == plain[3].text and from_disk.cached == spans
+    wait_for(lambda: again.metric("hits", tier="disk") == spans / SPAN)
+
+    # Entries that are damaged: one line, the same text, and whole again afterwards.
+    for file in (folder / "disk").rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(bytes(data))
+    assert again.ask(prompt(QUESTIONS[4])).text == plain[4].text
+    assert any("were not loaded and are computed" in line for line in again.lines())
+    wait_for(lambda: entries(disk) >= spans / SPAN, 60)
+    whole = again.ask(prompt(QUESTIONS[4]))
+    assert whole.text == plain[4].text and whole.cached == spans
+    again.stop()
+
+
+@pytest.mark.parametrize("changed", ["dtype", "rope"])
+def test_another_model_misses(plain, start, folder, changed):
+    """The folder that the test before filled, under a server that computes other rows."""
+    more = (
+        []
+        if changed == "dtype"
+        else ["--hf-overrides", json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}})]
+    )
+    copy = folder / f"disk-{changed}"
+    shutil.copytree(folder / "disk", copy)
+    other = start(changed, {"store": f"disk:{copy}:4GiB"}, *more, dtype="bfloat16" if changed == "dtype" else "float32")
+    assert other.ask(prompt(QUESTIONS[0])).cached == 0
+    wait_for(lambda: other.metric("absent_tokens") > 0)
+    assert other.metric("found_tokens") == 0
+    other.stop()
+
+
+def test_codes_in_half_the_bytes(plain, start, folder):
+    coded = start("int8", {"store": f"host:1GiB,disk:{folder / 'int8'}:4GiB", "method": "int8"})
+    first = coded.ask(prompt(QUESTIONS[0]))
+    spans = whole_spans(first.prompt_tokens)
+    wait_for(lambda: entries(f"disk:{folder / 'int8'}") >= spans / SPAN, 60)
+    answers = [coded.ask(prompt(question)) for question in QUESTIONS]
+    assert all(answer.cached == spans for answer in answers)
+    same = sum(answer.text == wanted.text for answer, wanted in zip(answers, plain, strict=False))
+    whole = 2 * 30 * 3 * 64 * 4 * spans  # float32 rows of this model
+    share = coded.metric("written_bytes", tier="disk") / whole
+    apart = [divergence(wanted.logprobs, answer.logprobs) for answer, wanted in zip(answers, plain, strict=False)]
+    print(json.dumps({"same": same, "share of float32": share, "KL": sum(apart) / len(apart), "worst KL": max(apart)}))
+    assert same >= 9 and share <= 0.55 and max(apart) < 0.05
+    coded.stop()
+
+
+def test_documents_in_every_order(start, folder, model):
+    """Each is read once behind the head; any order of them is then found whole, and said to be approximate."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    documents = [document(seed, 6) for seed in range(4)]
+    head = "Answer the question from the reports.\n\n"
+    settings = {"store": f"disk:{folder / 'documents'}:4GiB", "documents": "approximate"}
+    server = start("documents", settings, "--enable-prefix-caching")
+    for request in reading_requests(tokenizer, documents, head=head):
+        server.send(request)
+    wait_for(lambda: len(list((folder / "documents").rglob("*.safetensors"))) == 5)  # the head, and four documents
+    moved = 0
+    for order in permutations(range(4)):
+        made = document_request(tokenizer, [documents[i] for i in order], "Question: When?\nAnswer:", head=head)
+        marks = made["extra_body"]["kv_transfer_params"]["documents"]
+        answer = server.send(made)
+        assert answer.usage.prompt_tokens_details.cached_tokens >= marks[-1][1] // 128 * 128, order
+        told = (answer.model_dump().get("kv_transfer_params") or {}).get("kvfoundry", {})
+        moved += told.get("approximate_tokens", 0)
+        ordinary = server.send({"prompt": made["prompt"]}, 1)
+        assert not (ordinary.model_dump().get("kv_transfer_params") or {}), "an ordinary request is read as it is"
+    assert moved > 0
+    exact = server.send({"prompt": made["prompt"]})
+    print(json.dumps({"approximate": answer.choices[0].text, "exact": exact.choices[0].text}))
+    wrong = {**made["extra_body"]["kv_transfer_params"], "documents": [[0, 9999]]}
+    refused = server.send(
+        {"prompt": made["prompt"], "extra_body": {"kv_transfer_params": wrong, "cache_salt": "other"}}
+    )
+    assert refused.choices[0].text == exact.choices[0].text
+    assert any("computed in full" in line for line in server.lines())
+    server.stop()
+
+
+def test_many_clients_and_a_server_that_is_killed(start, folder):
+    """Prompts over few documents from several clients; killed in the middle, a new server goes on from the disk."""
+    settings = {"store": f"host:1GiB,disk:{folder / 'load'}:4GiB"}
+    asked = [prompt(QUESTIONS[i % 10], seed=i % 5, sentences=24) for i in range(40)]
+    server = start("load", settings, "--max-num-seqs", "8")
+    with ThreadPoolExecutor(8) as clients:
+        first = list(clients.map(server.ask, asked))
+    wait_for(lambda: entries(f"disk:{folder / 'load'}") >= 5 * whole_spans(first[0].prompt_tokens) / SPAN, 60)
+    server.stop(signal.SIGKILL)
+    server = start("load2", settings, "--max-num-seqs", "8")
+    with ThreadPoolExecutor(8) as clients:
+        second = list(clients.map(server.ask, asked))
+    assert [answer.text for answer in second] == [answer.text for answer in first]
+    assert all(answer.cached == whole_spans(answer.prompt_tokens) for answer in second), "every document was on disk"
+    wait_for(lambda: server.metric("loaded_tokens") == sum(answer.cached for answer in second))
+    server.stop()
