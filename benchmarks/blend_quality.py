@@ -151,7 +151,7 @@ def table(record: dict[str, Any]) -> str:
     """The table of docs/blend.md."""
     sets = ", ".join(f"{count} of {name}" for name, count in record["sets"].items())
     lines = [
-        f"{record['samples']} of {record['asked']} questions so far ({sets}).",
+        f"{record['samples']} of {record['asked']} questions ({sets}).",
         "",
         "| behind | blend | computed again | F1 | F1 lost (95 %) | KL to full prefill (95 %) | same answer |",
         "|---|---|---|---|---|---|---|",
