@@ -7,6 +7,9 @@ from torch import Tensor
 from kvfoundry.kernels.attention import naive
 from kvfoundry.visibility import Visibility
 
+# Numbers that torch's flash kernel reads.
+_FLASH = (torch.float16, torch.bfloat16)
+
 
 def attend(
     query: Tensor,
@@ -27,6 +30,10 @@ def attend(
     if visibility.pattern == "causal":
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
     if visibility.pattern == "full":
+        if groups > 1 and query.is_cuda and query.dtype in _FLASH:
+            # One query per head leaves a GPU idle in torch's flash kernel, unless it is told of the groups: it then
+            # splits over the rows. Measured at batch 1: 130 us for 131,072 rows, and 1,494 us in the form below.
+            return F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
         # Query heads of one group become extra queries of their shared KV head: one read of the rows serves them all.
         packed = query.reshape(batch, heads, groups * queries, head_dim)
         output = F.scaled_dot_product_attention(packed, key, value, scale=scaling)
