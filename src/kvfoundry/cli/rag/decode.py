@@ -38,7 +38,7 @@ def decode(
     ] = None,
     policy: Annotated[
         str, typer.Option("--policy", help="summary, attention_mass, bandit, retrieval_rank, oracle or none.")
-    ] = "summary",
+    ] = "bandit",
     device_size: Annotated[
         str | None, typer.Option("--device-size", help="Room for passages. (default: as they were built for)")
     ] = None,
