@@ -13,10 +13,8 @@ not fit into `--limit` seconds is left out and named. `--device cpu --config tin
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from record import OutOfTime, Record
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
@@ -76,46 +75,8 @@ def setting(name: str) -> Setting:
     return Setting(config, torch.bfloat16, full, (1, 131072), (1, 8192), (2, 2000))
 
 
-class OutOfTime(Exception):
-    """The time limit has come."""
-
-
-class Board:
-    """All figures so far, in a file after every one."""
-
-    def __init__(self, path: Path, limit: float, device: torch.device):
-        self.path, self.deadline, self.began = path, time.perf_counter() + limit, time.perf_counter()
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
-        self.content: dict[str, Any] = {
-            "device": name,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "command": "python " + " ".join(sys.argv),
-            "gates": {},
-            "figures": [],
-            "notes": [],
-        }
-
-    def save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.content, indent=1) + "\n")
-
-    def check_time(self) -> None:
-        if time.perf_counter() > self.deadline:
-            raise OutOfTime
-
-    def note(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self.began:5.1f} s] {text}", flush=True)
-        self.content["notes"].append(text)
-        self.save()
-
-    def gate(self, name: str, error: float, limit: float) -> bool:
-        passed = error <= limit  # a NaN does not pass
-        self.content["gates"][name] = {"error": repr(error) if error != error else error, "passed": passed}
-        print(f"{'right' if passed else 'WRONG'}  {name}: {error:.2e}, allowed {limit:.0e}", flush=True)
-        self.save()
-        return passed
+class Board(Record):
+    """All figures so far."""
 
     def figure(
         self, arm: str, method: str, batch: int, tokens: int, times: list[float], read: int, **more: Any
@@ -406,7 +367,8 @@ def main() -> None:
     device, chosen = torch.device(arguments.device), setting(arguments.config)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA GPU here; --device cpu --config tiny runs the benchmark on a toy.")
-    board = Board(arguments.out, arguments.limit, device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    board = Board(arguments.out, arguments.limit, device=name, transformers=transformers.__version__)
     board.content["copy_bytes_per_s"] = copy_rate(device)
     board.content["shape"] = {"config": arguments.config, "dtype": str(chosen.dtype)}
     board.note(f"{board.content['device']}: copies move {board.content['copy_bytes_per_s'] / 1e9:.0f} GB/s")

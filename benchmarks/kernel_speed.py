@@ -12,11 +12,8 @@ after every figure; at the time limit the rest is left out. Exits with 1 when a 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 import statistics
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -25,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from record import OutOfTime, Record
 from torch import Tensor
 
 from kvfoundry.kernels.coded_decode import Codes
@@ -60,48 +58,22 @@ TOLERANCE = 1e-2
 Call = Callable[[], Any]
 
 
-class OutOfTime(Exception):
-    """The time limit has come."""
-
-
-class Board:
-    """All figures so far, in a file after every one."""
+class Board(Record):
+    """All figures so far."""
 
     def __init__(self, path: Path, seconds: float):
-        self.path, self.deadline = path, time.perf_counter() + seconds
         device = torch.cuda.get_device_properties(0)
-        self.content: dict[str, Any] = {
-            "device": device.name,
-            "multiprocessors": device.multi_processor_count,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-            "shape": {"kv_heads": HEADS, "query_heads": QUERY_HEADS, "head_dim": DIM, "dtype": str(DTYPE)},
-            "command": "python " + " ".join(sys.argv),
-            "gates": {},
-            "figures": [],
-            "notes": [],
-        }
-
-    def save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.content, indent=1) + "\n")
-
-    def check_time(self) -> None:
-        if time.perf_counter() > self.deadline:
-            raise OutOfTime
-
-    def note(self, text: str) -> None:
-        print(text, flush=True)
-        self.content["notes"].append(text)
-        self.save()
+        super().__init__(
+            path,
+            seconds,
+            device=device.name,
+            multiprocessors=device.multi_processor_count,
+            triton=triton.__version__,
+            shape={"kv_heads": HEADS, "query_heads": QUERY_HEADS, "head_dim": DIM, "dtype": str(DTYPE)},
+        )
 
     def gate(self, name: str, error: float, limit: float = TOLERANCE) -> bool:
-        passed = error <= limit  # a NaN does not pass
-        self.content["gates"][name] = {"error": error if math.isfinite(error) else str(error), "passed": passed}
-        print(f"{'right' if passed else 'WRONG'}  {name}: error {error:.2e}, allowed {limit:.0e}", flush=True)
-        self.save()
-        return passed
+        return super().gate(name, error, limit)
 
     def figure(self, kernel: str, batch: int, rows: int, seconds: float, moved: int, **more: Any) -> float:
         """Record a time. moved: the bytes that have to be read at least."""

@@ -13,8 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
-
 from kvfoundry.errors import DataError
 
 Line = dict[str, Any]
@@ -147,6 +145,8 @@ class ResultsFolder:
     def __init__(self, folder: Path, arguments: Mapping[str, Any], resume: bool) -> None:
         self.folder = folder
         self.lines: list[Line] = []
+        from filelock import FileLock, Timeout  # not at the top: `--help` reads names of files from here
+
         check_folder(folder, resume)
         self._lock = FileLock(folder / _LOCK)  # let go of by the system when its process dies
         try:

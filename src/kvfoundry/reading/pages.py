@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvfoundry.kernels.page_selection.naive import page_limits
 from kvfoundry.layouts.base import Slots
 
 
@@ -36,10 +37,7 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
     query: [batch, query_heads, head_dim]; low, high: [batch, heads, pages, head_dim], heads divides query_heads.
     Returns [batch, query_heads, pages].
     """
-    batch, query_heads, dim = query.shape
-    query = query.float().view(batch, low.shape[1], -1, dim)
-    scores = query.clamp(min=0) @ high.float().transpose(-1, -2) + query.clamp(max=0) @ low.float().transpose(-1, -2)
-    return scores.view(batch, query_heads, -1)
+    return page_limits(query, low, high).flatten(1, 2)
 
 
 def best_pages(scores: Tensor, counts: Tensor, budget: Tensor) -> Tensor:

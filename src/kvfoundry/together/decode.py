@@ -36,15 +36,16 @@ def decode(
     """
     rows = list(range(len(answers)))  # of the batch, by their number in `answers`
     while True:
-        running = [row for row in rows if not _ended(answers[row], limits[row], stops)]
-        if not running:
+        places = [place for place, row in enumerate(rows) if not _ended(answers[row], limits[row], stops)]
+        if not places:
             return
-        if len(running) <= (1 - _ENDED) * len(rows):
-            index = torch.tensor([rows.index(row) for row in running])
+        if len(places) <= (1 - _ENDED) * len(rows):
+            index = torch.tensor(places)
             cache.batch_select_indices(index)
-            rows, ids, mask = running, ids[index.to(ids.device)], mask[index.to(mask.device)]
-        done = len(answers[running[0]])  # of every running row: they grow together
-        steps = min(_STRIDE, max(limits[row] for row in running) - done)
+            ids, mask = ids[index.to(ids.device)], mask[index.to(mask.device)]
+            rows, places = [rows[place] for place in places], list(range(len(places)))
+        done = len(answers[rows[places[0]]])  # of every row that goes on: they grow together
+        steps = min(_STRIDE, max(limits[rows[place]] for place in places) - done)
         given = torch.tensor([_filled(answers[row], done, pad) for row in rows], device=ids.device)
         output = model.generate(  # type: ignore[operator]
             torch.cat([ids, given], dim=1),
@@ -56,10 +57,11 @@ def decode(
             eos_token_id=list(stops) or None,
             pad_token_id=pad,
         )
-        for row, tokens in zip(rows, output[:, ids.shape[1] + done :].tolist(), strict=True):
-            if row in running:
-                answers[row] += until_stop(tokens, stops)
-                del answers[row][limits[row] :]
+        new = output[:, ids.shape[1] + done :].tolist()
+        for place in places:
+            row = rows[place]
+            answers[row] += until_stop(new[place], stops)
+            del answers[row][limits[row] :]
 
 
 def _ended(answer: Sequence[int], limit: int, stops: Collection[int]) -> bool:

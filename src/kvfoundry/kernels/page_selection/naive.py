@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 Group = Literal["max", "mean", "sum"]
+
+
+def page_limits(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """The most that q.k can be on every page: sum over channels of max(q low, q high), without scaling.
+
+    query: [batch, query_heads, head_dim]; low, high: [batch, heads, pages, head_dim]. Returns float32 [batch, heads,
+    query heads of each, pages].
+    """
+    grouped = query.float().unflatten(1, (low.shape[1], -1))
+    above, below = (bounds.float().transpose(-1, -2) for bounds in (high, low))
+    return grouped.clamp(min=0) @ above + grouped.clamp(max=0) @ below
 
 
 def page_scores(query: Tensor, low: Tensor, high: Tensor, lengths: Tensor, *, page: int, group: Group) -> Tensor:
@@ -17,11 +29,9 @@ def page_scores(query: Tensor, low: Tensor, high: Tensor, lengths: Tensor, *, pa
     query: [batch, query_heads, head_dim]; low, high: [batch, heads, room, head_dim], bounds of the keys of every page
     that is whole (the last one may hold anything). lengths: [batch, heads] rows; page: rows of a page.
     """
-    grouped = query.float().unflatten(1, (low.shape[1], -1))
-    scores = grouped.clamp(min=0) @ high.float().transpose(-1, -2) + grouped.clamp(max=0) @ low.float().transpose(
-        -1, -2
-    )
-    scores = {"max": scores.amax, "mean": scores.mean, "sum": scores.sum}[group](dim=2)
+    limits = page_limits(query, low, high)
+    agree: dict[Group, Callable[..., Tensor]] = {"max": limits.amax, "mean": limits.mean, "sum": limits.sum}
+    scores = agree[group](dim=2)
     number = torch.arange(low.shape[2], device=query.device)
     counts = -(-lengths // page)[..., None]
     return scores.masked_fill(number == counts - 1, torch.inf).masked_fill(number >= counts, -torch.inf)

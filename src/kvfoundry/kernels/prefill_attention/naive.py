@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvfoundry.kernels.attention.naive import attention_weights
+
 
 class Attended(NamedTuple):
     """output: [batch, query_heads, queries, value_dim]. sums, recent: [batch, query_heads, rows] float32, the weight
@@ -48,15 +50,8 @@ def attend(
     seen = (at[:, :, None] >= 0) & (at[:, :, None] <= own[:, None, :, None])
     if window is not None:
         seen = seen & (at[:, :, None] > own[:, None, :, None] - window)
-    grouped = query.float().unflatten(1, (heads, -1))
-    logits = torch.einsum("bhgqd,bhrd->bhgqr", grouped, key.float()) * scaling
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    logits = logits.masked_fill(~seen[:, :, None], -torch.inf).flatten(1, 2)
-    lse = logits.logsumexp(dim=-1, keepdim=True)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.float().view(1, -1, 1, 1))
-    weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, 0.0))
+    weights = attention_weights(query.float(), key.float(), seen, scaling=scaling, softcap=softcap, sinks=sinks)
+    weights = weights * seen.any(dim=-1)[..., None].repeat_interleave(query.shape[1] // seen.shape[1], dim=1)
     output = torch.einsum("bhgqr,bhrd->bhgqd", weights.unflatten(1, (heads, -1)), value.float())
     return Attended(
         output.flatten(1, 2).to(query.dtype),
