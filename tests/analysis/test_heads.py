@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Pr
 from typer.testing import CliRunner
 
 import kvfoundry
-from kvfoundry.analysis.command import analyze_app
 from kvfoundry.analysis.heads import _score, measure_heads
 from kvfoundry.analysis.probes import Probe, make_probes
+from kvfoundry.cli.analyze import analyze_app
 from kvfoundry.errors import DataError, KVFoundryError, SpecError
 from kvfoundry.method import Method
 

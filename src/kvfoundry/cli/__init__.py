@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import kvfoundry
-from kvfoundry.analysis.commands import analyze_app
+from kvfoundry.cli.analyze import analyze_app
 from kvfoundry.cli.calibrate import calibrate
 from kvfoundry.cli.demo import demo
 from kvfoundry.cli.evaluation import eval_app

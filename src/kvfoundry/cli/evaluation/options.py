@@ -1,11 +1,9 @@
 """What every eval command takes, declared once: each field of `EvalOptions` is an option of each task."""
 
-import functools
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 import typer
 
@@ -21,6 +19,7 @@ from kvfoundry.cli.options import (
     PrefillOption,
     SeedOption,
 )
+from kvfoundry.cli.shared import sharing
 
 
 @dataclass(frozen=True)
@@ -72,20 +71,4 @@ def with_eval_options(command: Callable[..., None]) -> Callable[..., None]:
 
     Without --out, results go to results/NAME, where NAME is that of the command.
     """
-    hints = get_type_hints(EvalOptions, include_extras=True)
-    defaults = {field.name: field.default for field in fields(EvalOptions)}
-    defaults["out"] = Path("results") / command.__name__
-
-    @functools.wraps(command)
-    def wrapped(**given: Any) -> None:
-        command(**{name: given.pop(name) for name in own}, options=EvalOptions(**given))
-
-    signature = inspect.signature(command)
-    own = [name for name in signature.parameters if name != "options"]
-    parameters = [signature.parameters[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in own] + [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-        for name, default in defaults.items()
-    ]
-    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return wrapped
+    return sharing(EvalOptions, out=Path("results") / command.__name__)(command)

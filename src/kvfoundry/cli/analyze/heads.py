@@ -1,23 +1,15 @@
-"""`kvfoundry analyze`: measurements of a model that methods take as a parameter."""
+"""`kvfoundry analyze heads`: a measurement of a model that a method takes as a parameter."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-analyze_app = typer.Typer(help="Measure a model.", no_args_is_help=True)
+from kvfoundry.cli.options import DeviceOption, DtypeOption, ModelOption, SeedOption
 
 
-@analyze_app.callback()
-def _group() -> None:
-    pass
-
-
-@analyze_app.command()
 def heads(
-    model: Annotated[str, typer.Option("--model", help="An embedded model, a folder, a .gguf file or a hub name.")] = (
-        "smollm2"
-    ),
+    model: ModelOption = "smollm2",
     out: Annotated[Path, typer.Option("--out", help="JSON file to write the head table to.")] = Path("heads.json"),
     variant: Annotated[
         str, typer.Option("--variant", help="What the needle asks for: retrieval or reasoning.")
@@ -28,9 +20,9 @@ def heads(
     ] = "forced",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of a probe.")] = 1024,
     probes: Annotated[int, typer.Option("--probes", min=1, help="Number of probes, at evenly spaced depths.")] = 12,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the probes.")] = 0,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, ...")] = "auto",
-    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16, ...")] = "auto",
+    seed: SeedOption = 0,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
 ) -> None:
     """Measure how much every head retrieves, for headkv(table=...)."""
     from kvfoundry.errors import DataError
