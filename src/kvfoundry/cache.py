@@ -17,7 +17,8 @@ from kvfoundry.attention import attach, backend_of, family_of
 from kvfoundry.calibration import identity_of
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
 from kvfoundry.kernels.attention import backend
-from kvfoundry.layer import CacheLayer, storage_bytes
+from kvfoundry.layer import CacheLayer
+from kvfoundry.layer_state import storage_bytes
 from kvfoundry.layouts.pair_store import MiniCachePairStore
 from kvfoundry.method import Method
 from kvfoundry.pairing import LayerPair, far_apart

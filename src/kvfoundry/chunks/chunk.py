@@ -14,7 +14,8 @@ from kvfoundry.cache import KVCache
 from kvfoundry.chunks.fields import text, whole_number, word
 from kvfoundry.chunks.taking import check_source, layer_devices, recorded, row_dtype
 from kvfoundry.errors import CacheStateError, DataError, SpecError
-from kvfoundry.layer import CacheLayer, storage_bytes
+from kvfoundry.layer import CacheLayer
+from kvfoundry.layer_state import storage_bytes
 from kvfoundry.layouts import Layout, RowsView
 from kvfoundry.layouts.merged_record import restored_half
 from kvfoundry.layouts.pair_store import Half

@@ -21,7 +21,8 @@ from kvfoundry.engine.rows import Plan, StaticRows
 from kvfoundry.engine.sampling import Sampler
 from kvfoundry.engine.serving import late_refusal, plan_of, refusal
 from kvfoundry.errors import KVFoundryError
-from kvfoundry.layer import CacheLayer, storage_bytes
+from kvfoundry.layer import CacheLayer
+from kvfoundry.layer_state import storage_bytes
 from kvfoundry.layouts.base import Stretches
 from kvfoundry.layouts.coded import CodedRows
 from kvfoundry.reading.reader import PageReader

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from kvfoundry.cache import KVCache
 from kvfoundry.codecs.base import KVCodec, RowsCodec
 from kvfoundry.codecs.think import KeyChannels
-from kvfoundry.layer import ROLLBACK, CacheLayer, storage_bytes
+from kvfoundry.layer import CacheLayer
+from kvfoundry.layer_state import ROLLBACK, storage_bytes
 from kvfoundry.layouts import DenseRows
 from kvfoundry.method import Method
 from kvfoundry.planning.geometry import LayerGeometry, geometry
