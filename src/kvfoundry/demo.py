@@ -62,12 +62,19 @@ def run_demo(
     out: Path,
     *,
     seed: int = 0,
+    name: str | None = None,
     tasks: tuple[NeedleTask, ...] = TASKS,
     document_tokens: int = 1500,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> DemoResult:
-    """Run both parts and write the results folder `out`; the second part goes to `reuse.json` there."""
-    outcome = evaluate(model, tokenizer, tasks, METHODS, out=out, budgets=BUDGETS, seed=seed, on_progress=on_progress)
+    """Run both parts and write the results folder `out`; the second part goes to `reuse.json` there.
+
+    name: of the model, for the report.
+    """
+    outcome = evaluate(
+        model, tokenizer, tasks, METHODS, out=out, budgets=BUDGETS, seed=seed, arguments={"model": name},
+        on_progress=on_progress,
+    )  # fmt: skip
     chat = resolve_chat(tokenizer, None)
     prompts, answers = document_questions(tokenizer, document_tokens, seed)
     method = kvfoundry.Method.parse("fullkv")

@@ -13,7 +13,8 @@ from kvfoundry.evaluate.tasks.niah import NeedleTask
 
 def test_demo_compares_four_methods_at_two_budgets(model, tokenizer, tmp_path):
     tasks = (NeedleTask(lengths=(300,), depths=(50.0,), max_new_tokens=2),)
-    result = run_demo(model, tokenizer, tmp_path, tasks=tasks, document_tokens=120)
+    result = run_demo(model, tokenizer, tmp_path, name="tiny", tasks=tasks, document_tokens=120)
+    assert "<dt>model</dt><dd>tiny</dd>" in result.outcome.report.read_text()
     methods = {line["method"] for line in read_lines(tmp_path / RESULTS)}
     assert len(METHODS) >= 5 and len(methods) == 1 + (len(METHODS) - 1) * len(BUDGETS)
     assert result.outcome.failed == 0 and (tmp_path / REPORT).exists()

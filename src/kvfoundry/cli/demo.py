@@ -34,7 +34,7 @@ def demo(
             f"needles in {LENGTH} tokens: {', '.join(METHODS)}; budgets {', '.join(map(str, BUDGETS))} rows", err=True
         )
     with progress_bar(shown=not as_json) as on_progress:
-        result = run_demo(loaded, tokenizer, folder, seed=seed, on_progress=on_progress)
+        result = run_demo(loaded, tokenizer, folder, seed=seed, name=model, on_progress=on_progress)
     finish(result.outcome, as_json, reuse=[asdict(reuse) for reuse in result.reuse])
     if as_json:
         return
