@@ -19,6 +19,7 @@ from kvfoundry.codecs.groups import PerChannel, PerToken
 from kvfoundry.codecs.rotation import rotation_matrix
 from kvfoundry.engine.rows import Plan, StaticRows
 from kvfoundry.kernels.coded_decode import Codes
+from kvfoundry.kernels.encode_rows.naive import write
 from kvfoundry.layouts.base import Stretches
 from kvfoundry.layouts.coded import CodedRows
 from kvfoundry.layouts.side import CodedSide
@@ -143,7 +144,7 @@ class Coded:
             oldest = waiting[heads, :stride]
             if codes is self.keys and self.codec.rotation is not None:
                 oldest = self.codec.rotation.turn(oldest)
-            _write(codes, codec, oldest, heads, count[heads].long())
+            write(oldest, codes, codec, heads, count[heads].long())
             waiting[heads, :-stride] = waiting[heads, stride:]
         count[heads] += stride
         tail.lengths.view(-1)[heads] -= stride
@@ -210,20 +211,3 @@ def _copy(codes: Codes, side: CodedSide) -> None:
         for head, count in zip(target.flatten(0, 1), (side.counts.flatten() // size).tolist(), strict=True):
             head[:count] = source[start : start + count]
             start += count
-
-
-def _write(codes: Codes, codec: Codec, rows: Tensor, heads: Tensor, at: Tensor) -> None:
-    """Encode rows [heads, n, dim] into the codes of `heads` (flat numbers), from row `at` [heads] on."""
-    blocks = rows.unflatten(1, (-1, codec.block)).flatten(0, 1)
-    found = codec.encode(blocks, torch.zeros(blocks.shape[:2], device=rows.device), {})
-    parts = found.tables if codes.along == "tokens" else found.rows
-    for target, part, size in (
-        (codes.codes, found.rows["codes"], 1),
-        (codes.scale, parts["scale"], codec.block),
-        (codes.minimum, parts.get("minimum"), codec.block),
-    ):
-        if target is None or part is None:
-            continue
-        entries = part.reshape(rows.shape[0], -1, target.shape[-1])
-        number = (at // size)[:, None] + torch.arange(entries.shape[1], device=rows.device)
-        target.flatten(0, 1)[heads[:, None], number] = entries

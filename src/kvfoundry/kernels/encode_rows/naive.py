@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvfoundry.codecs.base import Codec
 from kvfoundry.codecs.fp8 import Float8
 from kvfoundry.codecs.groups import PerChannel, PerToken
 from kvfoundry.kernels.coded_decode.codes import Codes
@@ -15,23 +16,32 @@ def encode(rows: Tensor, into: Codes, at: Tensor) -> None:
 
     With groups of tokens, n and at are multiples of the group.
     """
-    codec: Float8 | PerChannel | PerToken
+    codec: Codec
     if into.mode == "float8":
         codec = Float8(into.group, dim=into.dim)
     elif into.along == "tokens":
         codec = PerChannel(into.bits, into.group, into.mode, dim=into.dim)
     else:
         codec = PerToken(into.bits, into.group, into.mode, dim=into.dim)
-    block = codec.block
-    number = rows.shape[2]
-    for batch in range(rows.shape[0]):
-        for head in range(rows.shape[1]):
-            blocks = rows[batch, head].unflatten(0, (-1, block))
-            written = codec.encode(blocks, torch.zeros(blocks.shape[:2], device=rows.device), {})
-            first = int(at[batch, head])
-            into.codes[batch, head, first : first + number] = written.rows["codes"].flatten(0, 1)
-            parts = written.tables if into.along == "tokens" else written.rows
-            for target, name in ((into.scale, "scale"), (into.minimum, "minimum")):
-                if target is not None:
-                    part = parts[name] if into.along == "tokens" else parts[name].flatten(0, 1)
-                    target[batch, head, first // block : first // block + part.shape[0]] = part
+    heads = torch.arange(at.numel(), device=rows.device)
+    write(rows.flatten(0, 1), into, codec, heads, at.flatten().long())
+
+
+def write(rows: Tensor, into: Codes, codec: Codec, heads: Tensor, at: Tensor) -> None:
+    """Write rows [heads, n, dim] as codes of `heads`, numbers in batch x heads, from row `at` [heads] on.
+
+    n and at are multiples of the codec's block.
+    """
+    blocks = rows.unflatten(1, (-1, codec.block)).flatten(0, 1)
+    found = codec.encode(blocks, torch.zeros(blocks.shape[:2], device=rows.device), {})
+    parts = found.tables if into.along == "tokens" else found.rows
+    for target, part, size in (
+        (into.codes, found.rows["codes"], 1),
+        (into.scale, parts["scale"], codec.block),
+        (into.minimum, parts.get("minimum"), codec.block),
+    ):
+        if target is None or part is None:
+            continue
+        entries = part.reshape(rows.shape[0], -1, target.shape[-1])
+        number = (at // size)[:, None] + torch.arange(entries.shape[1], device=rows.device)
+        target.flatten(0, 1)[heads[:, None], number] = entries
