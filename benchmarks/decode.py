@@ -252,7 +252,7 @@ def graph_gate(bench: Bench, kind: str, cache: KVCache, ids: Tensor) -> None:
             program.ids.copy_(tokens[:, number : number + 1])
             program.advance()
             assert program.said is not None
-            said[-1].append(program.said.float())
+            said[-1].append(program.said.float().clone())  # a replay writes where the last one did
         if graph and not program.is_recorded:
             bench.board.note(f"{kind}: {program.note}")
             bench.board.gate(f"{kind}: a graph is recorded", 1.0, 0.0)
