@@ -182,7 +182,9 @@ def _blends(model: PreTrainedModel, ids: Tensor, chunks: list[ChunkKV], question
 def _bound(model: PreTrainedModel) -> float:
     """Largest difference that rounding may make, relative to the largest number: it adds up from layer to layer."""
     eps = torch.finfo(model.dtype).eps
-    return 1e-4 if eps < 1e-5 else max(5e-2, 4 * eps * model.config.get_text_config(decoder=True).num_hidden_layers**0.5)
+    return (
+        1e-4 if eps < 1e-5 else max(5e-2, 4 * eps * model.config.get_text_config(decoder=True).num_hidden_layers ** 0.5)
+    )
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:
