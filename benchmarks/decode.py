@@ -14,32 +14,34 @@ not fit into `--limit` seconds is left out and named. `--device cpu --config tin
 from __future__ import annotations
 
 import argparse
-import copy
 import platform
-import statistics
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from record import OutOfTime, Record
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from kvfoundry import DecodeEngine, KVCache, attach, compat
+from kvfoundry.bench.gate import TOLERANCE, engine_error, replay_error
+from kvfoundry.bench.random_weights import built, shallow
+from kvfoundry.bench.record import OutOfTime, Record
+from kvfoundry.bench.roofline import Roofline, row_bytes, weight_bytes
+from kvfoundry.bench.timing import Clock, step_times
+from kvfoundry.bench.transfer import copy_rate
 from kvfoundry.engine.program import Program
 from kvfoundry.layouts import DenseRows, Layout
 from kvfoundry.layouts.ragged import RaggedRows
+from kvfoundry.planning.geometry import geometry
+from kvfoundry.planning.known import KNOWN
 
 RESULTS = Path(__file__).resolve().parent / "results" / "decode.json"
-# Logits of the same rows in float32, relative to the norm of the plain path's: products of a GPU may round to 10 bits.
-TOLERANCE = {"cpu": 1e-4, "cuda": 3e-3}
 GATE_LAYERS = 4
 STEPS = 48
 # Kinds of methods that keep a tenth of the rows, and rows that quest reads.
@@ -51,7 +53,7 @@ QUEST = 4096
 class Setting:
     """A model, and the texts that it decodes behind: (batch, tokens)."""
 
-    config: LlamaConfig
+    config: PretrainedConfig
     dtype: torch.dtype
     full: tuple[tuple[int, int], ...]
     kept: tuple[int, int]
@@ -66,14 +68,8 @@ def setting(name: str) -> Setting:
             head_dim=16, vocab_size=128, max_position_embeddings=4096, initializer_range=0.15,
         )  # fmt: skip
         return Setting(config, torch.float32, ((1, 64), (1, 256), (4, 128)), (1, 640), (1, 64), (2, 200))
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=128, vocab_size=128256, max_position_embeddings=262144, rms_norm_eps=1e-5,
-        rope_parameters={
-            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        },
-    )  # fmt: skip
+    config = KNOWN[name]()
+    config.max_position_embeddings = 262144
     full = ((1, 8192), (1, 32768), (1, 131072), (8, 32768))
     return Setting(config, torch.bfloat16, full, (1, 131072), (1, 8192), (2, 2000))
 
@@ -85,21 +81,17 @@ class Board(Record):
         self, arm: str, method: str, batch: int, tokens: int, times: list[float], read: int, **more: Any
     ) -> None:
         """times: seconds of steps; read: bytes that a step cannot do without."""
-        seconds = statistics.median(times)
-        roofline = read / self.content["copy_bytes_per_s"]
-        spread = sorted(times)
+        rate = Roofline(self.content["copy_bytes_per_s"])
         entry = {
-            "arm": arm, "method": method, "batch": batch, "tokens": tokens, "ms": seconds * 1e3,
-            "ms_p10": spread[len(times) // 10] * 1e3, "ms_p90": spread[len(times) * 9 // 10] * 1e3, "steps": len(times),
-            "roofline_ms": roofline * 1e3, "times_roofline": seconds / roofline, **more,
+            "arm": arm, "method": method, "batch": batch, "tokens": tokens, **rate.beside(times, read), **more
         }  # fmt: skip
         self.content["figures"].append(entry)
         extra = "  ".join(
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in more.items()
         )
         print(
-            f"{arm:14s} {method:10s} b{batch} {tokens:7d}  {seconds * 1e3:8.3f} ms  roofline {roofline * 1e3:7.3f} "
-            f"= {seconds / roofline:5.2f} x  {extra}",
+            f"{arm:14s} {method:10s} b{batch} {tokens:7d}  {entry['ms']:8.3f} ms  roofline {entry['roofline_ms']:7.3f} "
+            f"= {entry['times_roofline']:5.2f} x  {extra}",
             flush=True,
         )
         self.save()
@@ -116,15 +108,12 @@ class Bench:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that every step reads: all but the embedding, of which it reads one row."""
-        embedding = self.model.get_input_embeddings().weight
-        return sum(weight.nbytes for weight in self.model.parameters()) - embedding.nbytes
+        """Bytes of the weights that every step reads."""
+        return weight_bytes(self.model)
 
     def row_bytes(self, rows: int) -> int:
         """Bytes of `rows` rows per head in every layer, keys and values."""
-        config = self.setting.config
-        heads, layers = config.num_key_value_heads, config.num_hidden_layers
-        return layers * heads * rows * 2 * config.head_dim * self.setting.dtype.itemsize
+        return row_bytes(geometry(self.model), rows, self.setting.dtype.itemsize)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.setting.dtype)
@@ -168,23 +157,6 @@ class Bench:
     def ids(self, batch: int, tokens: int) -> Tensor:
         return torch.randint(3, self.setting.config.vocab_size, (batch, tokens), device=self.device)
 
-    def times(self, step: Callable[[], Any], count: int) -> list[float]:
-        """Seconds of every one of `count` steps that follow each other without a pause."""
-        if self.device.type != "cuda":
-            found = []
-            for _ in range(count):
-                began = time.perf_counter()
-                step()
-                found.append(time.perf_counter() - began)
-            return found
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        events[0].record()
-        for event in events[1:]:
-            step()
-            event.record()
-        torch.cuda.synchronize()
-        return [first.elapsed_time(then) / 1e3 for first, then in pairwise(events)]
-
 
 def specs(tokens: int) -> dict[str, str | None]:
     """The methods whose step is timed, by kind, for texts of so many tokens."""
@@ -201,7 +173,7 @@ def specs(tokens: int) -> dict[str, str | None]:
 
 def gates(whole: Bench) -> None:
     """The engine says what the plain path says, and its graph what its plain step says."""
-    bench = shallow(whole)
+    bench = in_few_layers(whole)
     batch, tokens = bench.setting.gate
     limit = TOLERANCE[bench.device.type]
     for kind, spec in specs(tokens).items():
@@ -210,55 +182,21 @@ def gates(whole: Bench) -> None:
         twin = bench.cache(spec, kind, batch, tokens, kept, like=plain)
         again = bench.cache(spec, kind, batch, tokens, kept, like=plain)
         ids = bench.ids(batch, tokens + 1)
-        engine = DecodeEngine(bench.model, graph=False)
-        program = engine.begin(twin, ids, 8)
-        token, error = ids[:, -1:], 0.0
-        for step in range(4):
-            positions = torch.full_like(token, tokens + step)
-            arguments = {compat.CACHE_ARGUMENT: plain}
-            said = (
-                bench.model(input_ids=token, position_ids=positions, use_cache=True, **arguments).logits[:, -1].float()
-            )
-            found = program.logits().float()
-            error = max(error, float((found - said).norm() / said.norm()))
-            token = said.argmax(dim=-1, keepdim=True)
-            program.ids.copy_(token)
-            program.position += 1
-        bench.board.gate(f"{kind}: logits of 4 steps", error, limit)
-        engine.clear()
+        bench.board.gate(f"{kind}: logits of 4 steps", engine_error(bench.model, plain, twin, ids), limit)
         if bench.device.type == "cuda":
-            graph_gate(bench, kind, again, ids)
+            error, note = replay_error(bench.model, again, ids, bench.ids(batch, 10))
+            if note is not None:
+                bench.board.note(f"{kind}: {note}")
+                bench.board.gate(f"{kind}: a graph is recorded", 1.0, 0.0)
+            bench.board.gate(f"{kind}: logits of replays", error, limit)
 
 
-def shallow(whole: Bench) -> Bench:
+def in_few_layers(whole: Bench) -> Bench:
     """The same in float32 with few layers."""
-    config = copy.deepcopy(whole.setting.config)
-    config.num_hidden_layers = min(GATE_LAYERS, config.num_hidden_layers)
-    setting = replace(whole.setting, config=config, dtype=torch.float32)
-    model = built(setting, whole.device)
+    setting = replace(whole.setting, config=shallow(whole.setting.config, GATE_LAYERS), dtype=torch.float32)
+    model = built(setting.config, setting.dtype, whole.device)
     attach(model)
     return Bench(whole.board, model, setting, whole.device)
-
-
-def graph_gate(bench: Bench, kind: str, cache: KVCache, ids: Tensor) -> None:
-    """A replayed step says what the same step says without a graph, whatever token it is given."""
-    said: list[list[Tensor]] = []
-    tokens = bench.ids(ids.shape[0], 10)
-    for graph, own in ((False, cache.fork()), (True, cache)):
-        engine = DecodeEngine(bench.model, graph=graph)
-        program = engine.begin(own, ids, 12)
-        said.append([])
-        for number in range(10):
-            program.ids.copy_(tokens[:, number : number + 1])
-            program.advance()
-            assert program.said is not None
-            said[-1].append(program.said.float().clone())  # a replay writes where the last one did
-        if graph and not program.is_recorded:
-            bench.board.note(f"{kind}: {program.note}")
-            bench.board.gate(f"{kind}: a graph is recorded", 1.0, 0.0)
-        engine.clear()
-    error = max(float((a - b).norm() / a.norm()) for a, b in zip(*said, strict=True))
-    bench.board.gate(f"{kind}: logits of replays", error, TOLERANCE[bench.device.type])
 
 
 def engine_step(bench: Bench, arm: str, kind: str, batch: int, tokens: int) -> None:
@@ -276,7 +214,7 @@ def engine_step(bench: Bench, arm: str, kind: str, batch: int, tokens: int) -> N
         if not program.is_recorded:
             bench.board.note(f"{arm} {kind}: no graph: {program.note}")
     ready = time.perf_counter() - began
-    times = bench.times(program.advance, STEPS)
+    times = step_times(program.advance, STEPS, bench.device)
     budget = bench.row_bytes(kept) * batch
     read = budget
     if kind == "kivi":
@@ -289,17 +227,6 @@ def engine_step(bench: Bench, arm: str, kind: str, batch: int, tokens: int) -> N
         arm, kind, batch, tokens, times, bench.weight_bytes + read,
         kept=kept, stored_bytes=engine.nbytes, stored_over_budget=engine.nbytes / budget, seconds_until_ready=ready,
     )  # fmt: skip
-
-
-class Clock(StoppingCriteria):
-    """When each token of `generate` is ready. Never stops anything."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.times = device, list[float]()
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.times.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 def transformers_step(bench: Bench, arm: str) -> None:
@@ -323,45 +250,10 @@ def transformers_step(bench: Bench, arm: str) -> None:
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False,
                 pad_token_id=0, stopping_criteria=StoppingCriteriaList([clock]), **options,
             )  # fmt: skip
-        times = [then - first for first, then in pairwise(clock.times[4:])]
         read = bench.weight_bytes + bench.row_bytes(tokens) * batch
-        bench.board.figure(f"transformers {arm}", "full", batch, tokens, times, read)
+        bench.board.figure(f"transformers {arm}", "full", batch, tokens, clock.steps(4), read)
     finally:
         attach(model)
-
-
-def copy_rate(device: torch.device) -> float:
-    """Bytes read and written per second by a copy that no cache holds."""
-    big = torch.empty(1 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
-    target = torch.empty_like(big)
-    rates = []
-    for _ in range(7):
-        if device.type == "cuda":
-            first, then = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            target.copy_(big)
-            then.record()
-            torch.cuda.synchronize()
-            seconds = first.elapsed_time(then) / 1e3
-        else:
-            began = time.perf_counter()
-            target.copy_(big)
-            seconds = time.perf_counter() - began
-        rates.append(2 * big.nbytes / seconds)
-    return statistics.median(rates)
-
-
-def built(chosen: Setting, device: torch.device) -> PreTrainedModel:
-    """The model with random weights, made on the device."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(chosen.dtype)
-    try:
-        with device:
-            model = LlamaForCausalLM(chosen.config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model.generation_config.eos_token_id = None
-    return model.eval()
 
 
 @torch.inference_mode()
@@ -386,7 +278,7 @@ def main() -> None:
     board.content["copy_bytes_per_s"] = copy_rate(device)
     board.content["shape"] = {"config": arguments.config, "dtype": str(chosen.dtype)}
     board.note(f"{board.content['device']}: copies move {board.content['copy_bytes_per_s'] / 1e9:.0f} GB/s")
-    model = built(chosen, device)
+    model = built(chosen.config, chosen.dtype, device)
     attach(model)
     bench = Bench(board, model, chosen, device)
     board.note(f"model of {bench.weight_bytes / 1e9:.2f} GB of weights read per step")
@@ -423,9 +315,8 @@ def main() -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     board.save()
-    wrong = [name for name, gate in board.content["gates"].items() if not gate["passed"]]
-    if wrong:
-        raise SystemExit(f"not right: {', '.join(wrong)}")
+    if board.wrong:
+        raise SystemExit(f"not right: {', '.join(board.wrong)}")
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from record import OutOfTime, Record
 from torch import Tensor
 
+from kvfoundry.bench.record import OutOfTime, Record
 from kvfoundry.kernels.coded_decode import Codes
 from kvfoundry.kernels.coded_decode import fused as coded_decode
 from kvfoundry.kernels.coded_decode import naive as coded_decode_naive

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 import transformers
-from decode import Bench, Board, built, copy_rate, setting
-from record import OutOfTime
+from decode import Bench, Board, setting
 from transformers import DynamicCache
 
 from kvfoundry import KVCache, attach, compat
+from kvfoundry.bench.random_weights import built
+from kvfoundry.bench.record import OutOfTime
+from kvfoundry.bench.transfer import copy_rate
 
 RESULTS = Path(__file__).resolve().parent / "results" / "prefill.json"
 
@@ -84,7 +86,7 @@ def main() -> None:
     board = Board(arguments.out, arguments.limit, device=name, transformers=transformers.__version__)
     board.content["copy_bytes_per_s"] = copy_rate(device)
     board.content["shape"] = {"config": arguments.config, "dtype": str(chosen.dtype), "tokens": arguments.tokens}
-    bench = Bench(board, built(chosen, device), chosen, device)
+    bench = Bench(board, built(chosen.config, chosen.dtype, device), chosen, device)
     ids = bench.ids(1, arguments.tokens)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms(arguments.tokens)}
     try:

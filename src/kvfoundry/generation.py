@@ -280,7 +280,7 @@ class _Clock(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-class _Reconstruct(StoppingCriteria):
+class Reconstruct(StoppingCriteria):
     """Runs the second pass once the prompt is read and before the first decode step. Never stops anything."""
 
     def __init__(
@@ -343,7 +343,7 @@ def generate_ids(
         feed(model, ids, mask, cache, prefill_chunk, past + (ids.shape[1] - past - 1) // prefill_chunk * prefill_chunk)
     clock = _Clock(cache, ids.device)
     repeats = method.reconstructs is not None and not hold_back and (not past or context is not None)
-    second_pass = [_Reconstruct(model, tokenizer, cache, ids, mask)] if repeats else []
+    second_pass = [Reconstruct(model, tokenizer, cache, ids, mask)] if repeats else []
     criteria = StoppingCriteriaList([*second_pass, clock, *(options.get("stopping_criteria") or [])])
     if options.get("stop_strings"):
         criteria.append(StopStringCriteria(tokenizer, options["stop_strings"]))

@@ -6,49 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 
 from kvfoundry.analysis.results import COLOURS, new_figure, saved
 from kvfoundry.errors import DataError
 from kvfoundry.feeding import position_limit
 from kvfoundry.method import Method
-from kvfoundry.models import architecture
 from kvfoundry.planning import Memory, Meter
+from kvfoundry.planning.known import KNOWN, known_or_loaded
 from kvfoundry.planning.plan import DTYPES
 
 GIB = 2**30
-# Published sizes of well-known models, so that there is something to compare with where no hub can be reached.
-KNOWN: dict[str, Any] = {
-    "llama-3.1-8b": lambda: LlamaConfig(
-        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
-        vocab_size=128256, max_position_embeddings=131072,
-    ),
-    "llama-3.1-70b": lambda: LlamaConfig(
-        hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672,
-        vocab_size=128256, max_position_embeddings=131072,
-    ),
-    "qwen3-8b": lambda: Qwen3Config(
-        hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        intermediate_size=12288, vocab_size=151936, max_position_embeddings=40960,
-    ),
-    "gemma-3-27b": lambda: Gemma3TextConfig(
-        hidden_size=5376, num_hidden_layers=62, num_attention_heads=32, num_key_value_heads=16, head_dim=128,
-        intermediate_size=21504, vocab_size=262208, sliding_window=1024, max_position_embeddings=131072,
-    ),
-    "gpt-oss-20b": lambda: GptOssConfig(num_hidden_layers=24, num_local_experts=32),
-}  # fmt: skip
 DEFAULT_MODELS = ("smollm2", *KNOWN)
 _LENGTHS = [2**power for power in range(9, 21)]
-
-
-def known_or_loaded(name: str) -> PreTrainedModel:
-    """The outline of a well-known model, or of whatever `kvfoundry.load` would find under the name."""
-    if name not in KNOWN:
-        return architecture(name)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(KNOWN[name]()).eval()
-    return model
 
 
 def cache_size(

@@ -1,0 +1,173 @@
+"""One run of one arm: a prompt and the tokens behind it, every token timed, by the same `generate` for all arms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from kvfoundry import compat
+from kvfoundry.bench.memory import Peak, allocated, read_bytes
+from kvfoundry.bench.own_attention import own_attention
+from kvfoundry.bench.roofline import row_bytes
+from kvfoundry.bench.timing import Clock, now
+from kvfoundry.cache import KVCache
+from kvfoundry.devices import input_device
+from kvfoundry.engine import DecodeEngine
+from kvfoundry.engine.choosing import Choice
+from kvfoundry.engine.decoding import AHEAD
+from kvfoundry.errors import KVFoundryError
+from kvfoundry.feeding import feed
+from kvfoundry.generation import Reconstruct
+from kvfoundry.method import Method
+from kvfoundry.planning.geometry import LayerGeometry
+
+# What can be timed, and what it is. The first two are transformers' own; nothing of ours is in them.
+ARMS = {
+    "eager": "transformers' generate with its DynamicCache",
+    "static": "transformers' generate with its StaticCache, which it compiles on a GPU",
+    "plain": "our cache in transformers' loop",
+    "engine": "the engine, on a GPU as replays of a CUDA graph",
+    "compiled": "the engine over a compiled model",
+}
+OWN = ("eager", "static")
+
+
+class NotServed(KVFoundryError):
+    """The engine cannot serve this, for the reason that it gives."""
+
+
+@dataclass
+class Run:
+    """Seconds and bytes of one run. ttft: to the first token; steps: between the later ones.
+
+    stored: bytes of the cache when the prompt is done; read: those of the rows that a step cannot do without; peak:
+    above the weights over the whole run, on a device that counts it, else the largest cache. static: the engine's
+    buffers.
+    """
+
+    ttft: float
+    steps: list[float]
+    peak: int
+    stored: int
+    read: int
+    kept_share: float = 1.0
+    static: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+class Runner:
+    """Runs arms on one model.
+
+    layers: `planning.geometry` of the model. tokenizer: only for methods that repeat their context. prefill_chunk: our
+    arms read the prompt in pieces of so many tokens.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, layers: dict[int, LayerGeometry], prefill_chunk: int | None = None
+    ):
+        self.model, self.tokenizer, self.layers, self.prefill_chunk = model, tokenizer, layers, prefill_chunk
+        self._engines: dict[str, DecodeEngine] = {}
+        self._weights = allocated(input_device(model))
+
+    def clear(self) -> None:
+        """Free the buffers and graphs of the engines, and what was compiled; a later run makes them anew."""
+        for engine in self._engines.values():
+            engine.clear()
+        self._engines.clear()
+
+    @torch.inference_mode()
+    def run(self, arm: str, method: Method, ids: Tensor, new_tokens: int, skip: int) -> Run:
+        """Read ids [batch, tokens] and decode `new_tokens`; the first `skip` steps are not counted.
+
+        The last ones are not either: an engine has computed them when their predecessors arrive.
+
+        Raises NotServed where the engine steps aside.
+        """
+        with _endless(self.model):
+            return self._own(arm, ids, new_tokens, skip) if arm in OWN else self._ours(arm, method, ids, new_tokens, skip)
+
+    def _own(self, arm: str, ids: Tensor, new_tokens: int, skip: int) -> Run:
+        """Caches of transformers hold whole rows, so their bytes are counted: a static one has all slots from the start."""
+        batch, tokens = ids.shape
+        options = {} if arm == "eager" else {"cache_implementation": "static"}
+        full = row_bytes(self.layers, tokens + new_tokens, self.model.dtype.itemsize) * batch
+        read = row_bytes(self.layers, tokens, self.model.dtype.itemsize) * batch
+        with own_attention(self.model):
+            peak, clock = Peak(ids.device, self._weights), Clock(ids.device)
+            began = now(ids.device)
+            self._generate(ids, new_tokens, [clock], **options)
+        stored, notes = read if arm == "eager" else full, list[str]()
+        if arm == "static" and not hasattr(self.model, "_compiled_call"):
+            notes.append(f"transformers compiled nothing on {ids.device.type}")
+        return Run(clock.times[0] - began, clock.steps(skip, last=AHEAD - 1), peak.nbytes or full, stored, read, notes=notes)
+
+    def _ours(self, arm: str, method: Method, ids: Tensor, new_tokens: int, skip: int) -> Run:
+        mask, tokens = torch.ones_like(ids), ids.shape[1]
+        engine = self._engine(arm)
+        peak, began = Peak(ids.device, self._weights), now(ids.device)
+        cache = KVCache(self.model, method)
+        decoding, notes = self._decoding(engine, cache, ids.device)
+        if self.prefill_chunk is not None:
+            cache.expect_prompt(tokens)
+            feed(self.model, ids, mask, cache, self.prefill_chunk, (tokens - 1) // self.prefill_chunk * self.prefill_chunk)
+        found: dict[str, Any] = {}
+
+        def look() -> None:
+            read = read_bytes(cache, self.layers, self.model.dtype.itemsize)
+            found.update(stored=cache.nbytes, kept_share=cache.kept_share, read=read, notes=cache.notes)
+
+        clock, criteria = Clock(ids.device, look), []
+        if method.reconstructs is not None:
+            criteria.append(Reconstruct(self.model, self.tokenizer, cache, ids, mask))
+        options = {compat.CACHE_ARGUMENT: cache, **({} if decoding is None else {"custom_generate": decoding})}
+        self._generate(ids, new_tokens, [*criteria, clock], **options)
+        if engine is not None and not engine.nbytes:
+            raise NotServed(" ".join(notes) or "the engine did not decode this.")
+        static = 0 if engine is None else engine.nbytes
+        return Run(
+            clock.times[0] - began,
+            clock.steps(skip, last=AHEAD - 1),
+            peak.nbytes or max(cache.peak_nbytes, static),
+            found["stored"],
+            found["read"],
+            found["kept_share"],
+            static,
+            [*found["notes"], *notes],
+        )
+
+    def _engine(self, arm: str) -> DecodeEngine | None:
+        if arm == "plain":
+            return None
+        return self._engines.setdefault(arm, DecodeEngine(self.model, compile=arm == "compiled"))
+
+    def _decoding(
+        self, engine: DecodeEngine | None, cache: KVCache, device: torch.device
+    ) -> tuple[Callable[..., Tensor] | None, list[str]]:
+        choice = Choice(self.model, engine or False, require_kernels=False, compile=False)
+        found = choice.decoding(device, cache, None, None, {}, outlives=False)
+        if engine is not None and found.method is None:
+            raise NotServed(" ".join(found.notes))
+        return found.method, found.notes
+
+    def _generate(self, ids: Tensor, new_tokens: int, criteria: list[Any], **options: Any) -> None:
+        self.model.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens,
+            stopping_criteria=StoppingCriteriaList(criteria), **options,
+        )  # fmt: skip
+
+
+@contextmanager
+def _endless(model: PreTrainedModel) -> Iterator[None]:
+    """Greedy answers that no token ends; the model's own settings come back on exit."""
+    own, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
+    try:
+        yield
+    finally:
+        model.generation_config = own
