@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#7f7f7f", "#000000")
 
 
-def prepared(folder: Path) -> Path:
+def prepared(folder: Path, *, plot: bool = True) -> Path:
     """The folder, made where it is not there, before anything is computed.
 
-    Raises DataError where it cannot be, and MissingExtraError without matplotlib.
+    plot: whether a picture will be drawn. Raises DataError where the folder cannot be, and MissingExtraError without
+    matplotlib for the picture.
     """
-    require_matplotlib()
+    if plot:
+        require_matplotlib()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -60,9 +60,7 @@ class Grid:
                 if value < 1:
                     raise DataError(f"{flag} {value} is too small; give 1 or more.")
         if self.new_tokens < _LEAST_TOKENS:
-            raise DataError(
-                f"--max-new-tokens {self.new_tokens} leaves no step to time; give {_LEAST_TOKENS} or more."
-            )
+            raise DataError(f"--max-new-tokens {self.new_tokens} leaves no step to time; give {_LEAST_TOKENS} or more.")
         if not self.lengths and not self.texts:
             raise DataError("there is no context to measure; give --lengths.")
 
@@ -119,7 +117,9 @@ def bench(
     grid.refuse(model)
     _refuse_methods(model, grid.methods, tokenizer)
     device = input_device(model)
-    bench = _Bench(model, grid, record, Runner(model, tokenizer, geometry(model), grid.prefill_chunk), _rates(record, model))
+    bench = _Bench(
+        model, grid, record, Runner(model, tokenizer, geometry(model), grid.prefill_chunk), _rates(record, model)
+    )
     right = _gates(record, model, grid, tokenizer)
     todo = [cell for cell in cells(grid) if cell.arm in OWN or cell.method in right]
     for cell in cells(grid):
@@ -236,7 +236,10 @@ def _rates(record: Record, model: PreTrainedModel) -> Roofline:
     record.content["rates"] = {
         "copy_bytes_per_s": found.bytes_per_s,
         "matmul_flops_per_s": found.flops_per_s,
-        **{f"{name}_bytes_per_s": rate for name, rate in {**link_rates(device), **disk_rates(record.path.parent)}.items()},
+        **{
+            f"{name}_bytes_per_s": rate
+            for name, rate in {**link_rates(device), **disk_rates(record.path.parent)}.items()
+        },
     }
     record.save()
     return found

@@ -91,10 +91,12 @@ class Runner:
         Raises NotServed where the engine steps aside.
         """
         with _endless(self.model):
-            return self._own(arm, ids, new_tokens, skip) if arm in OWN else self._ours(arm, method, ids, new_tokens, skip)
+            return (
+                self._own(arm, ids, new_tokens, skip) if arm in OWN else self._ours(arm, method, ids, new_tokens, skip)
+            )
 
     def _own(self, arm: str, ids: Tensor, new_tokens: int, skip: int) -> Run:
-        """Caches of transformers hold whole rows, so their bytes are counted: a static one has all slots from the start."""
+        """Bytes of these caches are those of whole rows; a static one has all its slots from the start."""
         batch, tokens = ids.shape
         options = {} if arm == "eager" else {"cache_implementation": "static"}
         full = row_bytes(self.layers, tokens + new_tokens, self.model.dtype.itemsize) * batch
@@ -106,7 +108,9 @@ class Runner:
         stored, notes = read if arm == "eager" else full, list[str]()
         if arm == "static" and not hasattr(self.model, "_compiled_call"):
             notes.append(f"transformers compiled nothing on {ids.device.type}")
-        return Run(clock.times[0] - began, clock.steps(skip, last=AHEAD - 1), peak.nbytes or full, stored, read, notes=notes)
+        return Run(
+            clock.times[0] - began, clock.steps(skip, last=AHEAD - 1), peak.nbytes or full, stored, read, notes=notes
+        )
 
     def _ours(self, arm: str, method: Method, ids: Tensor, new_tokens: int, skip: int) -> Run:
         mask, tokens = torch.ones_like(ids), ids.shape[1]
@@ -116,7 +120,14 @@ class Runner:
         decoding, notes = self._decoding(engine, cache, ids.device)
         if self.prefill_chunk is not None:
             cache.expect_prompt(tokens)
-            feed(self.model, ids, mask, cache, self.prefill_chunk, (tokens - 1) // self.prefill_chunk * self.prefill_chunk)
+            feed(
+                self.model,
+                ids,
+                mask,
+                cache,
+                self.prefill_chunk,
+                (tokens - 1) // self.prefill_chunk * self.prefill_chunk,
+            )
         found: dict[str, Any] = {}
 
         def look() -> None:

@@ -24,17 +24,26 @@ class OutOfTime(Exception):
 class Record:
     """All of a run: what it was made with, gates (comparisons with a reference), figures and notes.
 
-    limit: seconds after which `check_time` raises. say: told what happens, line by line. about: what else the file says.
+    limit: seconds after which `check_time` raises. say: told what happens, line by line; by default it is printed.
+    command: that made it, by default this script's. about: what else the file says.
     """
 
-    def __init__(self, path: Path, limit: float, *, say: Callable[[str], None] = partial(print, flush=True), **about: Any):
-        self.path, self.began, self.say = path, time.perf_counter(), say
+    def __init__(
+        self,
+        path: Path,
+        limit: float,
+        *,
+        say: Callable[[str], None] | None = None,
+        command: str | None = None,
+        **about: Any,
+    ):
+        self.path, self.began, self.say = path, time.perf_counter(), say or partial(print, flush=True)
         self.deadline = self.began + limit
         self.content: dict[str, Any] = {
             **about,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "command": "python " + " ".join(sys.argv),
+            "command": command or "python " + " ".join(sys.argv),
             "gates": {},
             "figures": [],
             "notes": [],

@@ -46,15 +46,19 @@ def weight_bytes(model: PreTrainedModel, batch: int = 1) -> int:
     chosen = getattr(config, "num_experts_per_tok", None)
     share = min(1.0, batch * chosen / experts) if experts and chosen else 1.0
     read = sum(
-        int(weight.nbytes * share) if ".experts." in name else weight.nbytes for name, weight in model.named_parameters()
+        int(weight.nbytes * share) if ".experts." in name else weight.nbytes
+        for name, weight in model.named_parameters()
     )
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    return read if head is not None and head.weight is embedding else read - embedding.nbytes
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    return read if head is not None and head.weight is embedding.weight else read - embedding.weight.nbytes
 
 
 def row_bytes(layers: dict[int, LayerGeometry], rows: int, itemsize: int) -> int:
     """Bytes of the keys and values of a text of `rows` tokens in the full cache; a window layer holds its window."""
-    kept = (layer.numbers() * (rows if layer.rule.span is None else min(rows, layer.rule.span)) for layer in layers.values())
+    kept = (
+        layer.numbers() * (rows if layer.rule.span is None else min(rows, layer.rule.span)) for layer in layers.values()
+    )
     return sum(kept) * itemsize
 
 

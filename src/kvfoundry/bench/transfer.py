@@ -1,4 +1,4 @@
-"""How fast bytes move: within a device, between it and pinned host memory, and to and from a disk; and how it computes."""
+"""How fast bytes move, within a device, to and from pinned host memory and a disk; and how fast it multiplies."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def disk_rates(folder: Path, nbytes: int = 1 << 26) -> dict[str, float]:
                 file.seek(0)
                 read.append(_seconds(file.read))
     except OSError as error:
-        raise DataError(f"the folder {str(folder)!r} cannot be written ({error.strerror}); name another with --out.") from error
+        raise DataError(
+            f"the folder {str(folder)!r} cannot be written ({error.strerror}); name another with --out."
+        ) from error
     name = "disk_read" if forgets else "disk_read_from_memory"
     return {"disk_write": nbytes / statistics.median(written), name: nbytes / statistics.median(read)}
 

@@ -10,6 +10,7 @@ import typer
 
 import kvfoundry
 from kvfoundry.cli.analyze import analyze_app
+from kvfoundry.cli.bench import bench
 from kvfoundry.cli.calibrate import calibrate
 from kvfoundry.cli.demo import demo
 from kvfoundry.cli.evaluation import eval_app
@@ -38,6 +39,7 @@ app.command()(methods)
 app.command()(calibrate)
 app.add_typer(eval_app, name="eval")
 app.command(context_settings=PASS_ON)(lm_eval)
+app.command()(bench)
 app.command()(report)
 app.command()(pick)
 app.command()(plan)
