@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ from kvfoundry.planning.geometry import geometry
 
 # Arms by what they cost to begin: those that compile come behind all others.
 _QUICK = ("eager", "plain", "engine")
+_COMPILING = {"static", "compiled"}
 # Of which at least one step counts: the first and the last ones do not.
 _LEAST_TOKENS = 5
 _FULL = Method.parse("fullkv")
@@ -105,7 +108,7 @@ def bench(
     tokenizer: Any = None,
     on_cell: Callable[[Cell, int, int], None] = lambda cell, number, total: None,
 ) -> None:
-    """Fill the record: `gates`, `rates`, `figures`, and `left_out`, the cells that have no figure and why.
+    """Fill the record: `gates`, `rates`, `figures`, `left_out` (cells without a figure, and why), `stopped` (by an error).
 
     A method whose gate fails is not timed. Every figure is a median over `grid.repeat` runs behind one that warms up;
     decode steps of all runs count, without the first ones of each. Beside it stands the roofline: the bytes that it
@@ -116,34 +119,24 @@ def bench(
     """
     grid.refuse(model)
     _refuse_methods(model, grid.methods, tokenizer)
-    device = input_device(model)
-    bench = _Bench(
-        model, grid, record, Runner(model, tokenizer, geometry(model), grid.prefill_chunk), _rates(record, model)
-    )
+    record.content |= {"left_out": [], "stopped": []}
+    roofline = _rates(record, model)
     right = _gates(record, model, grid, tokenizer)
-    todo = [cell for cell in cells(grid) if cell.arm in OWN or cell.method in right]
-    for cell in cells(grid):
-        if cell not in todo:
+    bench = _Bench(model, grid, record, Runner(model, tokenizer, geometry(model), grid.prefill_chunk), roofline)
+    wanted = list(cells(grid))
+    todo = [cell for cell in wanted if cell.arm in OWN or cell.method in right]
+    for cell in wanted:
+        if cell.arm not in OWN and cell.method not in right:
             bench.leave_out(cell, "its gate found it wrong")
-    before: tuple[Any, ...] | None = None
     for number, cell in enumerate(todo):
-        shape = cell.arm, cell.batch, cell.tokens, cell.text
-        if shape != before:
-            bench.between(cell, before)
-        before = shape
         on_cell(cell, number, len(todo))
         try:
             record.check_time()
-            bench.measure(cell)
         except OutOfTime:
             for left in todo[number:]:
                 bench.leave_out(left, "the time was up")
             break
-        except NotServed as error:
-            bench.leave_out(cell, str(error))
-        except torch.OutOfMemoryError:
-            bench.leave_out(cell, f"out of memory on {device.type}")
-        bench.runner.clear()
+        bench.attempt(cell)
     record.save()
 
 
@@ -152,17 +145,36 @@ class _Bench:
 
     def __init__(self, model: PreTrainedModel, grid: Grid, record: Record, runner: Runner, roofline: Roofline):
         self.model, self.grid, self.record, self.runner, self.roofline = model, grid, record, runner, roofline
-        record.content["left_out"] = []
+        self._before: tuple[Any, ...] | None = None
 
-    def leave_out(self, cell: Cell, reason: str) -> None:
+    def leave_out(self, cell: Cell, reason: str, **more: str) -> None:
+        """Name a cell that has no figure."""
         self.record.say(f"left out: {cell}: {reason}")
-        self.record.content["left_out"].append({**_named(cell), "reason": reason})
+        self.record.content["left_out"].append({**_named(cell), "reason": reason, **more})
         self.record.save()
 
-    def between(self, cell: Cell, before: tuple[Any, ...] | None) -> None:
+    def attempt(self, cell: Cell) -> None:
+        """Measure a cell, or say why it has no figure."""
+        self._forget(cell)
+        try:
+            self.measure(cell)
+        except NotServed as error:
+            self.leave_out(cell, str(error))
+        except torch.OutOfMemoryError:
+            self.leave_out(cell, f"out of memory on {input_device(self.model).type}")
+        except Exception as error:  # what is measured, and what still can be, is worth more than the end of the run
+            self.record.content["stopped"].append(str(cell))
+            self.leave_out(cell, f"stopped: {_first_line(error)}", traceback=traceback.format_exc())
+        finally:
+            self.runner.clear()
+
+    def _forget(self, cell: Cell) -> None:
         """What was compiled for one shape is in the way of the next: torch compiles a function anew only so often."""
-        if "static" in (cell.arm, before and before[0]) or "compiled" in (cell.arm, before and before[0]):
+        shape = cell.arm, cell.batch, cell.tokens, cell.text
+        if shape != self._before and ({cell.arm, self._before and self._before[0]} & _COMPILING):
             torch.compiler.reset()
+        self._before = shape
+        self.runner.clear()
 
     def ids(self, cell: Cell) -> Tensor:
         """[batch, tokens], the same for all arms."""
@@ -245,6 +257,11 @@ def _rates(record: Record, model: PreTrainedModel) -> Roofline:
     return found
 
 
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def _refuse_methods(model: PreTrainedModel, methods: Sequence[Method], tokenizer: Any) -> None:
     for method in methods:
         KVCache(model, method)  # raises what does not go together
@@ -269,6 +286,9 @@ def _gates(record: Record, model: PreTrainedModel, grid: Grid, tokenizer: Any) -
             # what was measured on this model (calibrations, tables of heads) is not for another one
             record.note(f"{method}: compared in {model.dtype}: {error}")
             passed = check(record, model, method, tokenizer, tokens, engine=engine)
+        except Exception as error:  # the method is not to be trusted; the others may be right
+            record.note(f"{method}: {traceback.format_exc()}")
+            passed = record.gate(f"{method}: stopped: {_first_line(error)}", math.inf, 0.0)
         if passed:
             right.append(method)
     return right

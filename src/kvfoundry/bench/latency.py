@@ -74,13 +74,15 @@ class Runner:
     ):
         self.model, self.tokenizer, self.layers, self.prefill_chunk = model, tokenizer, layers, prefill_chunk
         self._engines: dict[str, DecodeEngine] = {}
-        self._weights = allocated(input_device(model))
+        self._base = 0
+        self.clear()
 
     def clear(self) -> None:
-        """Free the buffers and graphs of the engines, and what was compiled; a later run makes them anew."""
+        """Free the buffers and graphs of the engines; what is allocated then is not part of any later peak."""
         for engine in self._engines.values():
             engine.clear()
         self._engines.clear()
+        self._base = allocated(input_device(self.model))
 
     @torch.inference_mode()
     def run(self, arm: str, method: Method, ids: Tensor, new_tokens: int, skip: int) -> Run:
@@ -102,7 +104,7 @@ class Runner:
         full = row_bytes(self.layers, tokens + new_tokens, self.model.dtype.itemsize) * batch
         read = row_bytes(self.layers, tokens, self.model.dtype.itemsize) * batch
         with own_attention(self.model):
-            peak, clock = Peak(ids.device, self._weights), Clock(ids.device)
+            peak, clock = Peak(ids.device, self._base), Clock(ids.device)
             began = now(ids.device)
             self._generate(ids, new_tokens, [clock], **options)
         stored, notes = read if arm == "eager" else full, list[str]()
@@ -115,7 +117,7 @@ class Runner:
     def _ours(self, arm: str, method: Method, ids: Tensor, new_tokens: int, skip: int) -> Run:
         mask, tokens = torch.ones_like(ids), ids.shape[1]
         engine = self._engine(arm)
-        peak, began = Peak(ids.device, self._weights), now(ids.device)
+        peak, began = Peak(ids.device, self._base), now(ids.device)
         cache = KVCache(self.model, method)
         decoding, notes = self._decoding(engine, cache, ids.device)
         if self.prefill_chunk is not None:

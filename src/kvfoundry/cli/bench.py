@@ -100,7 +100,7 @@ def bench(
 
     Every method is compared with its reference first; one that is wrong is reported and not timed. Figures are medians,
     each beside its roofline: the bytes that it cannot do without over the measured bandwidth. Leaves with 1 when a
-    method is wrong.
+    method is wrong, or an error stops a figure.
     """
     budgets = parse_budgets(options.budgets(options.budget))
     contexts = parse_numbers(lengths or ([] if file else ["1024"]), int, "--lengths")
@@ -148,7 +148,7 @@ def bench(
     else:
         _print(record.content)
         typer.echo("written: " + ", ".join(map(str, paths)))
-    if record.wrong:
+    if record.wrong or record.content["stopped"]:
         raise typer.Exit(1)
 
 
@@ -255,8 +255,8 @@ def _draw(content: dict[str, Any], path: Path) -> Path:
 
 
 def _short(number: float) -> str:
-    """Three digits, or all of them before the point."""
-    return f"{number:.3g}" if number < 1000 else f"{number:.0f}"
+    """Three digits, two of a fraction, or all of them before the point."""
+    return f"{number:.0f}" if number >= 1000 else f"{number:.3g}" if number >= 1 else f"{number:.2g}"
 
 
 def _print(content: dict[str, Any]) -> None:
@@ -300,6 +300,7 @@ def _print(content: dict[str, Any]) -> None:
         left.setdefault((each["arm"], what, each["reason"]), []).append(f"{each['batch']} x {each['tokens']}")
     for (arm, what, reason), shapes in left.items():
         typer.echo(f"left out: {arm} {what}, {', '.join(shapes)} tokens: {reason.removesuffix('.')}.", err=True)
-    notes = [note for each in content["figures"] for note in each["notes"]] + content["notes"]
+    notes = [note for each in content["figures"] for note in each["notes"]]
+    notes += [note.splitlines()[0] for note in content["notes"]]
     for note in dict.fromkeys(notes):
         typer.echo(f"note: {note.removesuffix('.')}.", err=True)
