@@ -11,7 +11,12 @@ from kvfoundry.cli import main
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 # What a command needs beside the core.
-_NEEDS = {"--score rouge": "rouge_score", "eval longbench": "rapidfuzz", "--plot": "matplotlib"}
+_NEEDS = {
+    "--score rouge": "rouge_score",
+    "eval longbench": "rapidfuzz",
+    "--plot": "matplotlib",
+    "kvfoundry bench": "matplotlib",
+}
 
 # Commands that take a limit on their items.
 _LIMITED = ("eval", "lm-eval")

@@ -11,21 +11,25 @@ from kvfoundry.evaluate.results import META, RESULTS, read_lines
 PAGE = "from_the_playground.md"
 
 
-def test_every_command_runs(workplace, monkeypatch, capsys):
+def test_every_command_runs(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     seen = set()
     for command in commands_of(PAGE):
         words = run_on_tiny_model(command)
-        printed = capsys.readouterr().out
         if words[0] == "eval":
             out = out_of(words)
             lines, meta = read_lines(out / RESULTS), json.loads((out / META).read_text())
             assert lines and not any(line.get("error") for line in lines), command
             assert {line["method"] for line in lines} == set(meta["arguments"]["methods"])
             seen |= set(meta["arguments"]["methods"])
-        elif words[0] == "run":
-            (full, smaller) = json.loads(printed)
-            assert smaller["stored_bytes"] < full["stored_bytes"] and full["ms_per_token"] > 0
+        elif words[0] == "bench":
+            record = json.loads((out_of(words) / "bench.json").read_text())
+            found = {(each["arm"], each["method"]): each for each in record["figures"]}
+            assert {arm for arm, _ in found} == {"eager", "static", "plain", "engine"}
+            full, smaller = found["plain", "fullkv"], found["plain", "pyramidkv(budget=64)"]
+            assert smaller["stored_bytes"] < full["stored_bytes"] == found["engine", "fullkv"]["stored_bytes"]
+            assert all(len(each["ttft_runs_ms"]) == 2 and each["ms"] > 0 for each in found.values())
+            assert all(gate["passed"] for gate in record["gates"].values()) and not record["left_out"]
     # What the flags of the page stand for.
     assert seen >= {
         "fullkv",

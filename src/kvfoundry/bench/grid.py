@@ -108,7 +108,7 @@ def bench(
     tokenizer: Any = None,
     on_cell: Callable[[Cell, int, int], None] = lambda cell, number, total: None,
 ) -> None:
-    """Fill the record: `gates`, `rates`, `figures`, `left_out` (cells without a figure, and why), `stopped` (by an error).
+    """Fill the record: `gates`, `rates`, `figures`; `left_out`, cells without a figure and why; `stopped`, by errors.
 
     A method whose gate fails is not timed. Every figure is a median over `grid.repeat` runs behind one that warms up;
     decode steps of all runs count, without the first ones of each. Beside it stands the roofline: the bytes that it
