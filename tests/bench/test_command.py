@@ -177,19 +177,19 @@ def test_small_contexts_come_first_and_what_compiles_comes_last():
 def test_a_prompt_of_ones_own_and_pieces_of_it(own_model, tokenizer, tmp_path):
     model = own_model("llama")
     settings = model.generation_config
-    texts = [tokenizer(" ".join(f"w{n % 90 + 3}" for n in range(70))).input_ids]
+    texts = [tokenizer(" ".join(f"w{n % 90 + 3}" for n in range(300))).input_ids]
     methods = [Method.parse(spec) for spec in ("snapkv(budget=24, window=8)", "kvzip(budget=24)")]
     grid = Grid(methods, [], arms=["plain"], texts=texts, new_tokens=6, repeat=1, prefill_chunk=20)
     record = Record(tmp_path / "bench.json", 100.0, say=lambda text: None)
     bench(model, grid, record, tokenizer=tokenizer)
     small, repeated = record.content["figures"]
-    assert small["context"] == "a given prompt" and small["tokens"] == 70
-    assert small["kept_share"] == pytest.approx(24 / 70)
-    assert repeated["kept_share"] == pytest.approx(24 / 70, abs=0.01)
+    assert small["context"] == "a given prompt" and small["tokens"] == 300
+    assert small["kept_share"] == pytest.approx(24 / 300)
+    assert repeated["kept_share"] == pytest.approx(24 / 300, abs=0.01)
     whole = Grid(methods[:1], [], arms=["plain"], texts=texts, new_tokens=6, repeat=1)
     bench(model, whole, again := Record(tmp_path / "again.json", 100.0, say=lambda text: None))
     # A layer never holds more than its budget and a piece; at once it holds the prompt.
-    assert small["peak_bytes"] < 0.8 * again.content["figures"][0]["peak_bytes"]
+    assert small["peak_bytes"] < 0.5 * again.content["figures"][0]["peak_bytes"]
     assert model.generation_config is settings
     with pytest.raises(SpecError, match="kvzip"):
         bench(model, grid, record)
