@@ -28,7 +28,6 @@ from kvfoundry.planning.geometry import geometry
 
 # Arms by what they cost to begin: those that compile come behind all others.
 _QUICK = ("eager", "plain", "engine")
-_COMPILING = {"static", "compiled"}
 # Of which at least one step counts: the first and the last ones do not.
 _LEAST_TOKENS = 5
 _FULL = Method.parse("fullkv")
@@ -89,15 +88,16 @@ class Cell:
 
 
 def cells(grid: Grid) -> Iterator[Cell]:
-    """Small contexts first, and of each the quick arms first; arms that compile come last."""
+    """Small contexts first; what compiles comes last, arm by arm."""
     contexts: list[tuple[int, tuple[int, ...] | None]] = [(length, None) for length in sorted(set(grid.lengths))]
     contexts = [(len(text), tuple(text)) for text in grid.texts] or contexts
     shapes = sorted(itertools.product(contexts, sorted(set(grid.batches))), key=lambda shape: shape[0][0] * shape[1])
-    for quick in (True, False):
-        arms = [arm for arm in ARMS if arm in grid.arms and (arm in _QUICK) is quick]
-        for ((tokens, text), batch), arm in itertools.product(shapes, arms):
-            for method in [_FULL] if arm in OWN else grid.methods:
-                yield Cell(arm, method, batch, tokens, text)
+    arms = [arm for arm in ARMS if arm in grid.arms]
+    order = list(itertools.product(shapes, [arm for arm in arms if arm in _QUICK]))
+    order += [(shape, arm) for arm in arms if arm not in _QUICK for shape in shapes]
+    for ((tokens, text), batch), arm in order:
+        for method in [_FULL] if arm in OWN else grid.methods:
+            yield Cell(arm, method, batch, tokens, text)
 
 
 def bench(
@@ -169,11 +169,16 @@ class _Bench:
             self.runner.clear()
 
     def _forget(self, cell: Cell) -> None:
-        """What was compiled for one shape is in the way of the next: torch compiles a function anew only so often."""
-        shape = cell.arm, cell.batch, cell.tokens, cell.text
-        if shape != self._before and ({cell.arm, self._before and self._before[0]} & _COMPILING):
+        """What was compiled before is in the way: torch compiles a function anew only so often.
+
+        A static cache makes it do so for every shape; a step of the engine is compiled once for all.
+        """
+        before, now = self._before, (cell.arm, cell.batch, cell.tokens, cell.text)
+        if before != now and (
+            cell.arm == "static" or (cell.arm == "compiled" and (not before or before[0] != cell.arm))
+        ):
             torch.compiler.reset()
-        self._before = shape
+        self._before = now
         self.runner.clear()
 
     def ids(self, cell: Cell) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,7 +83,10 @@ class Runner:
         for engine in self._engines.values():
             engine.clear()
         self._engines.clear()
-        self._base = allocated(input_device(self.model))
+        device = input_device(self.model)
+        if device.type == "cuda":
+            gc.collect()  # what stands in cycles is not free before
+        self._base = allocated(device)
 
     @torch.inference_mode()
     def run(self, arm: str, method: Method, ids: Tensor, new_tokens: int, skip: int) -> Run:

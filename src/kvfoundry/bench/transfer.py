@@ -20,7 +20,7 @@ _ROUNDS = 7
 
 def copy_rate(device: torch.device) -> float:
     """Bytes read and written per second by a copy that no cache holds."""
-    big = torch.empty(1 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
+    big = torch.empty(1 << (30 if device.type == "cuda" else 28), dtype=torch.uint8, device=device)
     target = torch.empty_like(big)
     return 2 * big.nbytes / _alone(lambda: target.copy_(big), device)
 
