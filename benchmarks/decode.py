@@ -25,19 +25,19 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from kvfoundry import DecodeEngine, KVCache, attach, compat
 from kvfoundry.bench.gate import TOLERANCE, engine_error, replay_error
+from kvfoundry.bench.random_rows import Maker, filled, of_transformers
 from kvfoundry.bench.random_weights import built, shallow
 from kvfoundry.bench.record import OutOfTime, Record
 from kvfoundry.bench.roofline import Roofline, row_bytes, weight_bytes
 from kvfoundry.bench.timing import Clock, step_times
 from kvfoundry.bench.transfer import copy_rate
 from kvfoundry.engine.program import Program
-from kvfoundry.layouts import DenseRows, Layout
-from kvfoundry.layouts.ragged import RaggedRows
+from kvfoundry.layouts import Layout
 from kvfoundry.planning.geometry import geometry
 from kvfoundry.planning.known import KNOWN
 
@@ -115,44 +115,19 @@ class Bench:
         """Bytes of `rows` rows per head in every layer, keys and values."""
         return row_bytes(geometry(self.model), rows, self.setting.dtype.itemsize)
 
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, device=self.device, dtype=self.setting.dtype)
-
     def rows(self, kind: str, batch: int, tokens: int, kept: int) -> Layout:
         """Random rows of one layer, as a method of this kind leaves them: `kept` per head on average."""
-        config = self.setting.config
-        heads, dim = config.num_key_value_heads, config.head_dim
+        config, make = self.setting.config, Maker(batch, tokens, self.setting.dtype, self.device)
+        sizes = config.num_key_value_heads, config.head_dim, config.head_dim
         if kind == "adakv":
-            shares = torch.rand(batch, heads, generator=torch.Generator().manual_seed(kept)) ** 3 + 0.05
-            counts = (shares / shares.sum(dim=1, keepdim=True) * kept * heads).long().clamp(max=tokens)
-            counts[:, -1] += kept * heads - counts.sum(dim=1)
-            slots = int(counts.sum())
-            places = torch.cat([torch.arange(int(n)) * tokens // int(n) for n in counts.flatten()]).int()
-            keys, values = self.random(slots, dim), self.random(slots, dim)
-            return RaggedRows(keys, values, places.to(self.device), counts, counts.clone(), {})
-        lengths = torch.full((batch, heads), kept)
-        positions = (torch.arange(kept, device=self.device) * tokens // kept).int().expand(batch, 1, kept).contiguous()
-        columns = {}
-        if kind == "h2o":
-            columns["attention_sum"] = torch.rand(batch, heads, kept, device=self.device)
-        keys, values = self.random(batch, heads, kept, dim), self.random(batch, heads, kept, dim)
-        return DenseRows(keys, values, positions, lengths, columns)
+            return make.ragged(*sizes, kept)
+        return make.dense(*sizes, kept, columns=["attention_sum"] if kind == "h2o" else [])
 
     def cache(
         self, spec: str | None, kind: str, batch: int, tokens: int, kept: int, like: KVCache | None = None
     ) -> KVCache:
         """A cache that has seen a prompt of `tokens` tokens; with the rows of another one, if given."""
-        cache = KVCache(self.model, spec)
-        cache.expect_prompt(tokens)
-        heads = self.setting.config.num_key_value_heads
-        for number, layer in enumerate(cache.attention_layers):
-            held = None if like is None else like.attention_layers[number].rows
-            if kind == "kivi" and held is None:
-                codec = layer.codec_for(self.setting.config.head_dim, self.setting.config.head_dim)
-                assert codec is not None
-                held = codec.store(self.rows(kind, batch, tokens, kept).view(), None)
-            layer.hold(self.rows(kind, batch, tokens, kept) if held is None else held.shared(), tokens, heads)
-        return cache
+        return filled(self.model, spec, tokens, lambda layer: self.rows(kind, batch, tokens, kept), like)
 
     def ids(self, batch: int, tokens: int) -> Tensor:
         return torch.randint(3, self.setting.config.vocab_size, (batch, tokens), device=self.device)
@@ -233,17 +208,13 @@ def transformers_step(bench: Bench, arm: str) -> None:
     """transformers' own generate: eager with a DynamicCache of random rows, or StaticCache with its torch.compile."""
     bench.board.check_time()
     batch, tokens = bench.setting.beside
-    config, model = bench.setting.config, bench.model
+    model = bench.model
     model.set_attn_implementation("sdpa")
     try:
         for _ in range(1 if arm == "eager" else 2):  # the first call compiles
             options: dict[str, Any] = {"cache_implementation": "static"}
             if arm == "eager":
-                filled = DynamicCache(config=config)
-                for number in range(config.num_hidden_layers):
-                    shape = (batch, config.num_key_value_heads, tokens, config.head_dim)
-                    filled.update(bench.random(*shape), bench.random(*shape), number)
-                options = {compat.CACHE_ARGUMENT: filled}
+                options = {compat.CACHE_ARGUMENT: of_transformers(model, geometry(model), batch, tokens)}
             clock = Clock(bench.device)
             ids = bench.ids(batch, tokens + 1)
             model.generate(  # type: ignore[operator]

@@ -166,6 +166,30 @@ def test_without_matplotlib_one_line_says_what_to_do(place, monkeypatch, capsys)
     assert "pip install 'kvfoundry[plot]' (or --no-plot)" in capsys.readouterr().err
 
 
+def test_random_rows_stand_for_a_prompt_where_they_can(place, capsys):
+    pytest.importorskip("matplotlib")
+    specs = ["fullkv", "snapkv(budget=24, window=8)", "adakv(budget=24, window=8)", "int4(residual=0)"]
+    specs += ["h2o(budget=24, window=8)", "quest(budget=32)", "streamingllm(budget=24)"]
+    words = [word for spec in specs for word in ("--method", spec)]
+    assert run("--lengths", "96", *words, "--out", "read", "--json") == 0
+    assert run("--lengths", "96", *words, "--random-rows", "--out", "filled") == 0
+    found = {}
+    for name in ("read", "filled"):
+        figures = json.loads((place / name / "bench.json").read_text())["figures"]
+        found[name] = {(each["arm"], each["method"]): each for each in figures}
+    assert set(found["read"]) == set(found["filled"])
+    for (arm, method), each in found["filled"].items():
+        read = found["read"][arm, method]
+        if arm == "static" or method.startswith("h2o"):
+            assert each["context"] == "random ids" and each["ttft_ms"] > 0
+            continue
+        assert each["context"] == "random rows" and each["ttft_ms"] is None and each["ttft_runs_ms"] == []
+        assert each["read_bytes"] == read["read_bytes"] and each["steps"] == read["steps"]
+        assert each["stored_bytes"] == pytest.approx(read["stored_bytes"], rel=0.2)  # places and last queries, on a toy
+    with pytest.raises(DataError, match="nothing to say"):
+        Grid([Method.parse("fullkv")], [64], prefill_chunk=8, random_rows=True)
+
+
 def test_small_contexts_come_first_and_what_compiles_comes_last():
     grid = Grid([Method.parse("fullkv"), Method.parse("int8")], [200, 100], (1, 4), ("static", "plain", "eager"))
     found = [(cell.arm, str(cell.method), cell.batch * cell.tokens) for cell in cells(grid)]

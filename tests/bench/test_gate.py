@@ -13,6 +13,7 @@ from kvfoundry import KVCache, Method, compat
 from kvfoundry.bench import gate, random_weights
 from kvfoundry.bench.gate import check, engine_error, in_float32
 from kvfoundry.bench.memory import read_bytes
+from kvfoundry.bench.random_rows import of_method
 from kvfoundry.bench.random_weights import built, config_of, shallow
 from kvfoundry.bench.record import OutOfTime, Record
 from kvfoundry.engine.attention import TorchKernels
@@ -106,6 +107,30 @@ def test_bytes_that_a_step_reads(tiny_model, spec, rows):
     with torch.inference_mode():
         model(ids, use_cache=True, **{compat.CACHE_ARGUMENT: cache})
     assert read_bytes(cache, geometry(model), 4) == 3 * rows * KV_HEADS * 2 * HEAD_DIM * 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "lengths"),
+    [("fullkv", [96] * 4), ("snapkv(budget=0.25, window=8)", [24] * 4), ("pyramidkv(budget=32, window=8)", None)],
+)
+def test_random_rows_are_as_many_as_a_prompt_leaves(tiny_model, spec, lengths):
+    model, ids = tiny_model("llama"), random_ids(3, 96)
+    cache = KVCache(model, spec)
+    with torch.inference_mode():
+        model(ids, use_cache=True, **{compat.CACHE_ARGUMENT: cache})
+    made = of_method(model, Method.parse(spec), geometry(model), 3, 96)
+    for layer, other in zip(cache.attention_layers, made.attention_layers, strict=True):
+        assert torch.equal(layer.lengths, other.lengths)
+    assert lengths is None or [int(n) for layer in made.attention_layers for n in layer.lengths[0]] == lengths
+    assert made.seen_tokens == 96
+
+
+def test_random_rows_of_uneven_heads_keep_the_budget(tiny_model):
+    made = of_method(
+        tiny_model("llama"), Method.parse("adakv(budget=24, window=8)"), geometry(tiny_model("llama")), 3, 96
+    )
+    for layer in made.attention_layers:
+        assert layer.lengths.sum(dim=1).tolist() == [48] * 3 and int(layer.lengths.max()) > 24
 
 
 def test_codes_are_read_as_they_are_stored(tiny_model):

@@ -38,7 +38,7 @@ class Grid:
     """What is measured: methods (each a recipe), arms (see `ARMS`), contexts in tokens or as given ids, and batches.
 
     texts: prompts as token ids, in place of contexts of random ids. new_tokens: of every answer; repeat: runs of each
-    figure behind one that warms up.
+    figure behind one that warms up. prefill_chunk, random_rows: see `Runner`.
     """
 
     methods: Sequence[Method]
@@ -50,6 +50,7 @@ class Grid:
     repeat: int = 3
     seed: int = 0
     prefill_chunk: int | None = None
+    random_rows: bool = False
 
     def __post_init__(self) -> None:
         """Raises DataError for an unknown arm, and for numbers that cannot be."""
@@ -63,6 +64,10 @@ class Grid:
                     raise DataError(f"{flag} {value} is too small; give 1 or more.")
         if self.new_tokens < _LEAST_TOKENS:
             raise DataError(f"--max-new-tokens {self.new_tokens} leaves no step to time; give {_LEAST_TOKENS} or more.")
+        if self.random_rows and (self.texts or self.prefill_chunk is not None):
+            raise DataError(
+                "random rows stand for a prompt, so --file and --prefill-chunk have nothing to say; leave them."
+            )
         if not self.lengths and not self.texts:
             raise DataError("there is no context to measure; give --lengths.")
 
@@ -122,7 +127,8 @@ def bench(
     record.content |= {"left_out": [], "stopped": []}
     roofline = _rates(record, model)
     right = _gates(record, model, grid, tokenizer)
-    bench = _Bench(model, grid, record, Runner(model, tokenizer, geometry(model), grid.prefill_chunk), roofline)
+    runner = Runner(model, tokenizer, geometry(model), grid.prefill_chunk, grid.random_rows)
+    bench = _Bench(model, grid, record, runner, roofline)
     wanted = list(cells(grid))
     todo = [cell for cell in wanted if cell.arm in OWN or cell.method in right]
     for cell in wanted:
@@ -219,15 +225,18 @@ class _Bench:
         decode = self.roofline.beside([step for run in runs for step in run.steps], weights + last.read)
         whole = weight_bytes(model, cell.batch * cell.tokens)
         least = self.roofline.seconds(whole + full, flops)
-        ttft = statistics.median(run.ttft for run in runs)
+        firsts = [run.ttft for run in runs if run.ttft is not None]
+        ttft = statistics.median(firsts) if firsts else None
+        filled = {} if ttft is not None else {"context": "random rows"}
         return {
             **_named(cell),
+            **filled,
             **decode,
             "tokens_per_s": cell.batch * 1e3 / decode["ms"],
-            "ttft_ms": ttft * 1e3,
-            "ttft_runs_ms": [run.ttft * 1e3 for run in runs],
+            "ttft_ms": None if ttft is None else ttft * 1e3,
+            "ttft_runs_ms": [each * 1e3 for each in firsts],
             "ttft_roofline_ms": least * 1e3,
-            "ttft_times_roofline": ttft / least,
+            "ttft_times_roofline": None if ttft is None else ttft / least,
             "ttft_bound": self.roofline.bound(whole + full, flops),
             "peak_bytes": first.peak if last.static else max(run.peak for run in runs),
             "stored_bytes": last.stored,

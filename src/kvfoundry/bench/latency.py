@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from kvfoundry import compat
 from kvfoundry.bench.memory import Peak, allocated, read_bytes
 from kvfoundry.bench.own_attention import own_attention
+from kvfoundry.bench.random_rows import of_method, of_transformers, refusal
 from kvfoundry.bench.roofline import row_bytes
 from kvfoundry.bench.timing import Clock, now
 from kvfoundry.cache import KVCache
@@ -46,14 +47,14 @@ class NotServed(KVFoundryError):
 
 @dataclass
 class Run:
-    """Seconds and bytes of one run. ttft: to the first token; steps: between the later ones.
+    """Seconds and bytes of one run. ttft: to the first token, None where no prompt was read; steps: between later ones.
 
     stored: bytes of the cache when the prompt is done; read: those of the rows that a step cannot do without; peak:
     above the weights over the whole run, on a device that counts it, else the largest cache. static: the engine's
     buffers.
     """
 
-    ttft: float
+    ttft: float | None
     steps: list[float]
     peak: int
     stored: int
@@ -67,13 +68,20 @@ class Runner:
     """Runs arms on one model.
 
     layers: `planning.geometry` of the model. tokenizer: only for methods that repeat their context. prefill_chunk: our
-    arms read the prompt in pieces of so many tokens.
+    arms read the prompt in pieces of so many tokens. random_rows: contexts are random rows where those can stand for
+    what a prompt leaves, and no prompt is read.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, layers: dict[int, LayerGeometry], prefill_chunk: int | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        layers: dict[int, LayerGeometry],
+        prefill_chunk: int | None = None,
+        random_rows: bool = False,
     ):
-        self.model, self.tokenizer, self.layers, self.prefill_chunk = model, tokenizer, layers, prefill_chunk
+        self.model, self.tokenizer, self.layers = model, tokenizer, layers
+        self.prefill_chunk, self.random_rows = prefill_chunk, random_rows
         self._engines: dict[str, DecodeEngine] = {}
         self._base = 0
         self.clear()
@@ -101,30 +109,41 @@ class Runner:
                 self._own(arm, ids, new_tokens, skip) if arm in OWN else self._ours(arm, method, ids, new_tokens, skip)
             )
 
+    def fills(self, arm: str, method: Method | None) -> bool:
+        """Whether a context of this arm is random rows. A static cache always reads its prompt."""
+        return self.random_rows and arm != "static" and (method is None or refusal(method) is None)
+
     def _own(self, arm: str, ids: Tensor, new_tokens: int, skip: int) -> Run:
         """Bytes of these caches are those of whole rows; a static one has all its slots from the start."""
         batch, tokens = ids.shape
-        options = {} if arm == "eager" else {"cache_implementation": "static"}
+        options: dict[str, Any] = {} if arm == "eager" else {"cache_implementation": "static"}
         full = row_bytes(self.layers, tokens + new_tokens, self.model.dtype.itemsize) * batch
         read = row_bytes(self.layers, tokens, self.model.dtype.itemsize) * batch
+        fills = self.fills(arm, None)
         with own_attention(self.model):
             peak, clock = Peak(ids.device, self._base), Clock(ids.device)
+            if fills:
+                held = of_transformers(self.model, self.layers, batch, tokens)
+                ids, options = _one_more(ids), {compat.CACHE_ARGUMENT: held}
             began = now(ids.device)
             self._generate(ids, new_tokens, [clock], **options)
         stored, notes = read if arm == "eager" else full, list[str]()
         if arm == "static" and not hasattr(self.model, "_compiled_call"):
             notes.append(f"transformers compiled nothing on {ids.device.type}")
-        return Run(
-            clock.times[0] - began, clock.steps(skip, last=AHEAD - 1), peak.nbytes or full, stored, read, notes=notes
-        )
+        ttft = None if fills else clock.times[0] - began
+        return Run(ttft, clock.steps(skip, last=AHEAD - 1), peak.nbytes or full, stored, read, notes=notes)
 
     def _ours(self, arm: str, method: Method, ids: Tensor, new_tokens: int, skip: int) -> Run:
         mask, tokens = torch.ones_like(ids), ids.shape[1]
         engine = self._engine(arm)
-        peak, began = Peak(ids.device, self._base), now(ids.device)
-        cache = KVCache(self.model, method)
+        peak, began, fills = Peak(ids.device, self._base), now(ids.device), self.fills(arm, method)
+        if fills:
+            cache = of_method(self.model, method, self.layers, ids.shape[0], tokens)
+            ids = _one_more(ids)
+        else:
+            cache = KVCache(self.model, method)
         decoding, notes = self._decoding(engine, cache, ids.device)
-        if self.prefill_chunk is not None:
+        if self.prefill_chunk is not None and not fills:
             cache.expect_prompt(tokens)
             feed(
                 self.model,
@@ -140,8 +159,10 @@ class Runner:
             read = read_bytes(cache, self.layers, self.model.dtype.itemsize)
             found.update(stored=cache.nbytes, kept_share=cache.kept_share, read=read, notes=cache.notes)
 
-        clock, criteria = Clock(ids.device, look), []
-        if method.reconstructs is not None:
+        if fills:
+            look()
+        clock, criteria = Clock(ids.device, None if fills else look), []
+        if method.reconstructs is not None and not fills:
             criteria.append(Reconstruct(self.model, self.tokenizer, cache, ids, mask))
         options = {compat.CACHE_ARGUMENT: cache, **({} if decoding is None else {"custom_generate": decoding})}
         self._generate(ids, new_tokens, [*criteria, clock], **options)
@@ -149,7 +170,7 @@ class Runner:
             raise NotServed(" ".join(notes) or "the engine did not decode this.")
         static = 0 if engine is None else engine.nbytes
         return Run(
-            clock.times[0] - began,
+            None if fills else clock.times[0] - began,
             clock.steps(skip, last=AHEAD - 1),
             peak.nbytes or max(cache.peak_nbytes, static),
             found["stored"],
@@ -178,6 +199,11 @@ class Runner:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens,
             stopping_criteria=StoppingCriteriaList(criteria), **options,
         )  # fmt: skip
+
+
+def _one_more(ids: Tensor) -> Tensor:
+    """The ids of a text that a cache has seen, and one that it has not."""
+    return torch.cat([ids, ids[:, :1]], dim=1)
 
 
 @contextmanager

@@ -96,6 +96,8 @@ def _times(
     time: str, roofline: str,
 ) -> None:  # fmt: skip
     for each in figures:
+        if each[time] is None:  # no prompt was read
+            continue
         look = _look(each, colours)
         axis.plot(place(each), each[time], linestyle="", **look)
         _tick(axis, place(each), each[roofline], step, look["color"])

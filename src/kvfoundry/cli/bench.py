@@ -84,6 +84,14 @@ def bench(
             "CUDA graph on a GPU; compiled: the engine over a compiled model. (default: all but compiled)",
         ),
     ] = None,
+    random_rows: Annotated[
+        bool,
+        typer.Option(
+            "--random-rows",
+            help="Fill caches with random rows instead of reading a prompt: steps only, also behind contexts that take "
+            "long to read. A method that needs statistics of a prompt reads one.",
+        ),
+    ] = False,
     repeat: Annotated[int, typer.Option("--repeat", help="Runs of every figure, behind one that warms up.")] = 3,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens decoded in every run.")] = 33,
     limit: Annotated[
@@ -116,7 +124,8 @@ def bench(
     def grid_over(texts: Sequence[Sequence[int]]) -> "Grid":
         return Grid(
             methods, contexts, batches, texts=texts, new_tokens=max_new_tokens, repeat=repeat, seed=options.seed,
-            prefill_chunk=options.prefill_chunk, **({"arms": split_commas(arm)} if arm else {}),
+            prefill_chunk=options.prefill_chunk, random_rows=random_rows,
+            **({"arms": split_commas(arm)} if arm else {}),
         )  # fmt: skip
 
     methods = expand_arms(specs(options.method, options), budgets)
@@ -254,8 +263,10 @@ def _draw(content: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def _short(number: float) -> str:
+def _short(number: float | None) -> str:
     """Three digits, two of a fraction, or all of them before the point."""
+    if number is None:
+        return "-"
     return f"{number:.0f}" if number >= 1000 else f"{number:.3g}" if number >= 1 else f"{number:.2g}"
 
 
