@@ -1,7 +1,7 @@
 """Page selection in Triton: scores by two small matrix products, then a selection in one program per head.
 
 That needs no sort: all scores of a head lie in registers, 32 counts find the score of the last page that is taken, and
-a running sum of the pages above it (and of the first ones equal to it) gives every page its place in the ascending table.
+a running sum of the pages above it (and of the first ones equal to it) gives every page its place in the table.
 """
 
 from __future__ import annotations
