@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kvfoundry.blend.placing import Feed
 from kvfoundry.blend.rows import WorkingRows
 from kvfoundry.errors import UnsupportedModelError
+from kvfoundry.kernels.attention.span import Span
 from kvfoundry.layer import CacheLayer
 from kvfoundry.layouts.base import Reading, RowsView
 from kvfoundry.method import Method
@@ -62,7 +63,7 @@ class Pass:
     def columns(self) -> int:
         return self._host.shape[1]
 
-    def sight(self, layer: int, lengths: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def sight(self, layer: int, lengths: Tensor) -> tuple[Tensor, Span]:
         """Positions up to which every query sees in this layer, on the device, and their span over the batch."""
         if self.corner_from is None or layer < self.corner_from:
             return self.positions, self._span
@@ -81,10 +82,10 @@ def _rectangle(tokens: list[Tensor]) -> Tensor:
     return rectangle
 
 
-def _span(positions: Tensor) -> tuple[Tensor, Tensor]:
+def _span(positions: Tensor) -> Span:
     """Lowest and highest position in each column, padding left out."""
     far = torch.iinfo(torch.long).max
-    return torch.where(positions < 0, far, positions).amin(dim=0), positions.amax(dim=0)
+    return Span(torch.where(positions < 0, far, positions).amin(dim=0), positions.amax(dim=0))
 
 
 class BlendLayer(CacheLayer):

@@ -2,14 +2,18 @@
 
 A mask from positions costs a kernel more than the rows that it hides. So queries are taken in blocks of neighbours: the
 rows in front of a block's first query are read without a mask, and only those between its first and its last query with
-one. The two halves are joined by their log-sum-exp, in float32.
+one. On a GPU with Triton one kernel does so; elsewhere the two halves are joined by their log-sum-exp, in float32.
 """
 
+from __future__ import annotations
+
+import importlib.util
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from kvfoundry.kernels.attention.span import Span
 from kvfoundry.visibility import Visibility
 
 # Where a half begins, in rows: what the kernels want to be aligned.
@@ -29,25 +33,31 @@ def attend(
     key: Tensor,
     value: Tensor,
     visibility: Visibility,
-    span: tuple[Tensor, Tensor],
+    span: Span,
     *,
     scaling: float,
     block: int,
 ) -> Tensor:
     """Attention output [batch, query_heads, queries, dim].
 
-    key, value: [batch, heads, rows, dim], the row of position p at place p. visibility: of these, whole past. span: the
-    lowest and highest position that each column of queries sees over the batch, ascending, on the CPU; so every row in
-    front of the lowest is there and seen by all. block: how many queries are taken at a time.
+    key, value: [batch, heads, rows, dim], the row of position p at place p. visibility: of these, whole past. span: of
+    the queries. block: how many queries are taken at a time where Triton is missing.
     """
+    if query.is_cuda and importlib.util.find_spec("triton") is not None:
+        from kvfoundry.kernels.prefill_attention import fused
+
+        return fused.forward(
+            query, key, value, scaling=scaling, query_positions=visibility.query_positions,
+            key_positions=visibility.key_positions, span=span,
+        )[0]  # fmt: skip
     batch, query_heads, queries, dim = query.shape
     heads = key.shape[1]
     groups = query_heads // heads
     outputs = []
     for start in range(0, queries, block):
         stop = min(start + block, queries)
-        low, high = int(span[0][start:stop].min()), int(span[1][start:stop].max()) + 1
-        low = max(0, min(low, high - 1)) // _ALIGNED * _ALIGNED
+        low, high = span.of(start, stop)
+        low = low // _ALIGNED * _ALIGNED
         # Query heads of one group become extra queries of their shared KV head, as in a full read.
         packed = query[:, :, start:stop].reshape(batch, heads, groups * (stop - start), dim)
         near = slice(low, high)
