@@ -258,10 +258,13 @@ class Reading:
         kernel = self.kernel
         return kernel.lse if isinstance(kernel, Remembering) and kernel.query is query else None
 
-    def visibility(self, query_positions: Tensor, key_positions: Tensor, *, own: bool, complete: bool) -> Visibility:
+    def visibility(
+        self, query_positions: Tensor, key_positions: Tensor, *, own: bool, complete: bool, behind: bool = False
+    ) -> Visibility:
         """The mask of one call, in its cheapest form.
 
-        own: the rows are exactly the queries' own tokens. complete: no head has padding behind its rows.
+        own: the rows are exactly the queries' own tokens. complete: no head has padding behind its rows. behind: no
+        query is padding, and their own tokens are the last rows of every head.
         """
         queries, rows = query_positions.shape[1], key_positions.shape[2]
         reaches_all = self.rule.span is None or rows <= self.rule.span
@@ -272,6 +275,8 @@ class Reading:
             pattern = "causal"
         elif queries == 1 and complete and self.rule.span is None:
             pattern = "full"
+        elif behind and complete and self.rule.span is None:
+            pattern = "behind"
         else:
             pattern = "masked"
         return Visibility(query_positions, key_positions, pattern, self.rule, self.unread_distance)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfoundry.kernels.attention import naive
+from kvfoundry.kernels.attention import halves, naive
 from kvfoundry.visibility import Visibility
 
 # Numbers that torch's flash kernel reads.
@@ -38,6 +38,8 @@ def attend(
         packed = query.reshape(batch, heads, groups * queries, head_dim)
         output = F.scaled_dot_product_attention(packed, key, value, scale=scaling)
         return output.reshape(batch, query_heads, queries, value.shape[3])
+    if visibility.pattern == "behind" and query.is_cuda and query.dtype in FLASH and halves.serves(query, key, value):
+        return halves.behind(query, key, value, scaling=scaling)
     step = naive.query_block(query.device, batch, query_heads, rows)
     outputs = []
     for start in range(0, queries, step):
