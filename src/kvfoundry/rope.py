@@ -112,7 +112,8 @@ class Rope:
         moved = self.layout.turn(raw, *self._tables(keys, to_positions, to_length)).to(keys.dtype)
         if length != to_length:
             return moved
-        return torch.where((from_positions == to_positions).unsqueeze(-1), keys, moved)
+        stays = from_positions.to(keys.device) == to_positions.to(keys.device)
+        return torch.where(stays.unsqueeze(-1), keys, moved)
 
     def move_bounds(
         self,
