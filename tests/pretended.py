@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import dispatch_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
@@ -92,6 +92,8 @@ class PretendedDevices(TorchFunctionMode):
         result: Tensor = tensor.to(**changes) if changes else tensor
         if target != place_of(tensor) and result is tensor:
             result = tensor.clone()
+        if isinstance(tensor, nn.Parameter) and not isinstance(result, nn.Parameter):
+            result = nn.Parameter(result, tensor.requires_grad)  # `nn.Parameter(tensor)` is not seen by a mode
         return result if result is tensor else put(result, target)
 
     def _met(self, name: str, args: Sequence[Any], tensors: list[Tensor]) -> torch.device:
@@ -115,7 +117,7 @@ class PretendedDevices(TorchFunctionMode):
 
 def _device(given: str | int | torch.device) -> torch.device:
     device = torch.device("vulkan", given) if isinstance(given, int) else torch.device(given)
-    return torch.device(device.type, 0) if device.type != "cpu" and device.index is None else device
+    return torch.device(device.type, 0) if device.type not in ("cpu", "meta") and device.index is None else device
 
 
 def split(model: PreTrainedModel, layers: Sequence[torch.device]) -> PreTrainedModel:
@@ -125,5 +127,5 @@ def split(model: PreTrainedModel, layers: Sequence[torch.device]) -> PreTrainedM
         places[f"model.{name}"] = layers[-1] if name == "norm" else layers[0]
     del places["model.layers"]
     places |= {f"model.layers.{number}": device for number, device in enumerate(layers)}
-    places["lm_head"] = layers[-1]
+    places["lm_head"] = layers[0 if model.config.tie_word_embeddings else -1]  # with the embedding that it shares
     return dispatch_model(model, places, force_hooks=True)

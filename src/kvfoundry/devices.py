@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ def input_device(model: Any) -> torch.device:
     if device.type != "meta":
         return device
     return computing_device(model.get_input_embeddings()) or device
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside the block a CUDA device is the present one: where Triton launches, graphs record and events are noted."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def is_spread(model: Any) -> bool:
