@@ -120,7 +120,7 @@ def _device(given: str | int | torch.device) -> torch.device:
     return torch.device(device.type, 0) if device.type not in ("cpu", "meta") and device.index is None else device
 
 
-def split(model: PreTrainedModel, layers: Sequence[torch.device]) -> PreTrainedModel:
+def split_model(model: PreTrainedModel, layers: Sequence[torch.device]) -> PreTrainedModel:
     """Spread a model by accelerate, under an entered mode: its layers on these devices, the end with the last."""
     places: dict[str, torch.device] = {}
     for name, _ in model.model.named_children():
