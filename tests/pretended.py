@@ -11,14 +11,13 @@ into any tensor, and copies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from accelerate import dispatch_model
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
 CPU = torch.device("cpu")
@@ -53,7 +52,7 @@ class PretendedDevices(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
             return self._attribute(func, args)
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        tensors = [*_tensors(args), *_tensors(kwargs)] if kwargs else list(_tensors(args))
         if name in ("to", "cpu", "cuda"):
             return self._moved(name, args, kwargs)
         target = place_of(args[0]) if name in _TOLERANT else self._met(name, args, tensors)
@@ -64,8 +63,8 @@ class PretendedDevices(TorchFunctionMode):
             target = place_of(args[1])
             put(args[0], target)
         result = func(*args, **kwargs)
-        for leaf in tree_flatten(result)[0]:
-            if isinstance(leaf, Tensor) and not any(leaf is given for given in tensors):
+        for leaf in _tensors(result):
+            if not any(leaf is given for given in tensors):
                 put(leaf, target)
         return result
 
@@ -100,10 +99,11 @@ class PretendedDevices(TorchFunctionMode):
         """Where the result of a call is; MixedDevicesError for tensors that may not meet."""
         if name in _INDEXING and args and isinstance(args[0], Tensor):
             owner, index, value = args[0], args[1] if len(args) > 1 else (), args[2:]
-            for leaf in tree_flatten(index)[0]:
-                if isinstance(leaf, Tensor) and place_of(leaf) not in (CPU, place_of(owner)):
+            by_tensors = False
+            for leaf in _tensors(index):
+                by_tensors = True
+                if place_of(leaf) not in (CPU, place_of(owner)):
                     raise MixedDevicesError(f"{name}: a tensor on {place_of(owner)} by an index on {place_of(leaf)}")
-            by_tensors = any(isinstance(leaf, Tensor) for leaf in tree_flatten(index)[0])
             for leaf in value:
                 if by_tensors and isinstance(leaf, Tensor) and leaf.dim() and place_of(leaf) != place_of(owner):
                     raise MixedDevicesError(f"{name}: a value on {place_of(leaf)} into a tensor on {place_of(owner)}")
@@ -113,6 +113,17 @@ class PretendedDevices(TorchFunctionMode):
             shapes = ", ".join(f"{tuple(tensor.shape)} on {place_of(tensor)}" for tensor in tensors)
             raise MixedDevicesError(f"{name}: tensors of different devices: {shapes}")
         return places.pop() if places else CPU
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """The tensors among what a function of torch takes or gives."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (tuple, list)):
+        for each in given:
+            yield from _tensors(each)
+    elif isinstance(given, dict):
+        yield from _tensors(list(given.values()))
 
 
 def _device(given: str | int | torch.device) -> torch.device:

@@ -124,7 +124,7 @@ def cropped(split: Split) -> list[Any]:
 def recalled(split: Split, spec: str, *, act_again: bool) -> list[Any]:
     """Rows that were dropped wait on the host and come back to a fork."""
     cache, ids = kvfoundry.KVCache(split.model, spec), random_ids(1, 30)
-    found = [split.fed(cache, ids, [30, 0][:1]), split.fed(cache, ids[:, :4], [1, 3])]
+    found = [split.fed(cache, ids, [30]), split.fed(cache, ids[:, :4], [1, 3])]
     assert cache.parked_nbytes
     fork = cache.fork()
     fork.recall(act_again=act_again)
@@ -205,7 +205,6 @@ CASES: dict[str, Callable[[Split], list[Any]]] = {
        for again in (False, True) for spec in (
         "snapkv(budget=12, window=4)+park()", "h2o(budget=12, window=4)+park()", "adakv(budget=12, window=4)+park()",
     )},
-    **{f"blend: {name}": case for name, case in BLENDS.items()},
     "crop": cropped,
     "together": shared_prompt,
 }  # fmt: skip
