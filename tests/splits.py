@@ -1,7 +1,8 @@
 """What is done with a model that is split over devices, to be compared with the same on one device.
 
-Every case takes a `Split` and returns what came of it, on the CPU; on the way it asserts that each layer holds its rows
-where it computes. `acceptance/test_split.py` runs the cases on pretended devices, `gpu/test_split_cuda.py` on real ones.
+Every case takes a `Split` and returns what came of it, on the CPU; on the way it asserts that each layer holds its
+rows where it computes. `acceptance/test_split.py` runs the cases on pretended devices, `gpu/test_split_cuda.py` on real
+ones.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvfoundry
+from kvfoundry import compat
 from kvfoundry.blend import blend_chunks
 from kvfoundry.chunks.passage import read_passage
 from kvfoundry.together import generate_together
@@ -103,8 +105,8 @@ def beams(split: Split, spec: str) -> list[Any]:
     """Beam search over the batch."""
     ids, mask = (tensor.to(split.home) for tensor in left_padded(LENGTHS))
     output = split.model.generate(
-        ids, attention_mask=mask, past_key_values=kvfoundry.KVCache(split.model, spec), num_beams=3, max_new_tokens=5,
-        do_sample=False, eos_token_id=None, pad_token_id=0,
+        ids, attention_mask=mask, num_beams=3, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0,
+        **{compat.CACHE_ARGUMENT: kvfoundry.KVCache(split.model, spec)},
     )  # fmt: skip
     return [output.cpu()]
 
@@ -173,9 +175,7 @@ def shared_prompt(split: Split) -> list[Any]:
     """One prompt read once by many methods, and answers decoded in common batches."""
     specs = ["fullkv", "snapkv(budget=12, window=4)", "snapkv(budget=8, window=4)", "h2o(budget=12, window=4)",
              "kvzip(budget=12)", "kivi(group=4, residual=8)", MERGING]  # fmt: skip
-    answers = generate_together(
-        split.model, build_tokenizer(), [words(40, 1), words(27, 3)], specs, max_new_tokens=6
-    )
+    answers = generate_together(split.model, build_tokenizer(), [words(40, 1), words(27, 3)], specs, max_new_tokens=6)
     return [[[each.token_ids, each.kept_rows] for each in arm] for arm in answers]
 
 
@@ -208,7 +208,13 @@ CASES: dict[str, Callable[[Split], list[Any]]] = {
     "crop": cropped,
     "together": shared_prompt,
 }  # fmt: skip
-CHUNK_SPECS = ["fullkv", "snapkv(budget=8, window=4)", "kivi(group=4, residual=8)", "think(recent=4, window=4)", MERGING]
+CHUNK_SPECS = [
+    "fullkv",
+    "snapkv(budget=8, window=4)",
+    "kivi(group=4, residual=8)",
+    "think(recent=4, window=4)",
+    MERGING,
+]
 
 
 def same(found: Any, expected: Any, atol: float = 0.0) -> None:

@@ -55,9 +55,9 @@ def weight_of(module: nn.Module) -> Tensor:
         return fetched.detach()
 
 
-def layer_devices(model: nn.Module) -> dict[int, torch.device]:
+def layer_devices(model: Any) -> dict[int, torch.device]:
     """Where every layer of a model computes, by its number in the cache."""
-    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     found: dict[int, torch.device] = {}
     for module in (decoder or model).modules():
         number = getattr(module, "layer_idx", None)

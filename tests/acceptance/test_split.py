@@ -150,8 +150,10 @@ def test_pretended_devices_refuse_what_real_ones_refuse() -> None:
         ):  # fmt: skip
             with pytest.raises(MixedDevicesError):
                 meeting()
-        for result in (first + 1, first * host.sum(), first[host], first.view(3, 1), first.new_zeros(2), first.clone(),
-                       torch.zeros_like(first), second.to(first), first[0], first.expand_as(second), torch.relu(first)):  # fmt: skip
+        for result in (
+            first + 1, first * host.sum(), first[host], first.view(3, 1), first.new_zeros(2), first.clone(),
+            torch.zeros_like(first), second.to(first), first[0], first.expand_as(second), torch.relu(first),
+        ):  # fmt: skip
             assert result.device == FIRST
         assert first.cpu().device == first.to("cpu").device == CPU and first.to(SECOND, torch.long).device == SECOND
         assert first.to(FIRST) is first and first.to(SECOND) is not first

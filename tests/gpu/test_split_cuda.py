@@ -62,7 +62,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Built:
         model.save_pretrained(folder)
         wait = "cpu" if kind == "weights on the host" else 1
         places = places_of(family, [0] * (layers - 1) + [wait], tied=tied)
-        loaded, _ = kvfoundry.load(folder, device_map=places, dtype="float32", attn_implementation="eager", tokenizer=False)
+        loaded, _ = kvfoundry.load(
+            folder, device_map=places, dtype="float32", attn_implementation="eager", tokenizer=False
+        )
         loaded.generation_config.eos_token_id = None
         return Split(loaded, (*first, last))
 

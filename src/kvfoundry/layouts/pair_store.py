@@ -232,7 +232,9 @@ class MergedPair:
 
     def with_later_on(self, device: torch.device) -> MergedPair:
         """The same pair with what the later layer alone has on its device."""
-        magnitudes = {name: column.to(device) if name[0] == "later" else column for name, column in self.magnitudes.items()}
+        magnitudes = {
+            name: column.to(device) if name[0] == "later" else column for name, column in self.magnitudes.items()
+        }
         retained = {
             side: replace(held, rows={**held.rows, "later": held.rows["later"].to(device)})
             for side, held in self.retained.items()
