@@ -1,6 +1,6 @@
 """Decoding with a model that no single GPU holds: Llama-3.1-70B's shape over the visible GPUs, under several methods.
 
-    python benchmarks/split_decode.py [--out benchmarks/results/split_decode.json] [--limit 150] [--arms full snapkv ...]
+    python benchmarks/split_decode.py [--out benchmarks/results/split_decode.json] [--limit 150] [--arms full ...]
 
 Weights are random, in bfloat16 (141 GB), and made where they stay; nothing is fetched, nothing goes through the
 host. The layers lie in even shares, carried on by accelerate. First the logits of a split run through kvfoundry are
@@ -116,7 +116,7 @@ class Crossing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if name in ("_to_copy", "copy_") and isinstance(result, Tensor):
+        if name in ("to", "_to_copy", "copy_") and isinstance(result, Tensor):
             source = args[1] if name == "copy_" else args[0]
             if isinstance(source, Tensor) and source.device != result.device:
                 way = f"{source.device} to {result.device}"

@@ -175,7 +175,9 @@ def fresh_copy(rotary: nn.Module) -> nn.Module:
 
     It computes where its positions are, also when accelerate has bound the model's own to one device of several.
     """
-    fresh = copy.deepcopy(rotary, {id(rotary_config(rotary)): rotary_config(rotary)})
+    # A hook may hold every weight that waits on the host.
+    shared = [rotary_config(rotary), getattr(rotary, "_hf_hook", None)]
+    fresh = copy.deepcopy(rotary, {id(each): each for each in shared})
     if hasattr(fresh, "_hf_hook"):
         from accelerate.hooks import remove_hook_from_module
 

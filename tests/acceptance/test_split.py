@@ -16,6 +16,7 @@ import pytest
 import splits
 import torch
 from accelerate import dispatch_model
+from accelerate.utils import OffloadedWeightsLoader
 from laws.support import METHODS
 from pretended import CPU, FIRST, SECOND, MixedDevicesError, PretendedDevices, split_model
 from splits import BLENDS, CASES, CHUNK_SPECS, LAYERS, Split, same
@@ -110,10 +111,15 @@ def test_b13_every_family(family: str) -> None:
 
 
 @pytest.mark.parametrize("embedding", [FIRST, "cpu"], ids=str)
-def test_b13_weights_that_wait_on_the_host(embedding: Any) -> None:
-    """Layers whose weights are fetched when they compute have their rows where they compute."""
+def test_b13_weights_that_wait_on_the_host(embedding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers whose weights are fetched when they compute have their rows where they compute, and none is copied."""
+
+    def copied(self: Any, memo: Any) -> Any:
+        raise AssertionError("every weight on the host would be copied")
+
+    monkeypatch.setattr(OffloadedWeightsLoader, "__deepcopy__", copied, raising=False)
     model = build("llama", num_hidden_layers=LAYERS)
-    places = {"model.embed_tokens": embedding, "model.rotary_emb": FIRST, "model.layers.0": "cpu",
+    places = {"model.embed_tokens": embedding, "model.rotary_emb": "cpu", "model.layers.0": "cpu",
               "model.layers.1": SECOND, "model.layers.2": "cpu", "model.layers.3": SECOND, "model.norm": FIRST,
               "lm_head": FIRST}  # fmt: skip
     with MODE:
