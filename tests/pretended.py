@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 CPU = torch.device("cpu")
 # Of a kind that the code under test knows nothing of, so that it takes no path made for CUDA.
-FIRST, SECOND = torch.device("vulkan:0"), torch.device("vulkan:1")
+FIRST, SECOND = torch.device("ipu:0"), torch.device("ipu:1")
 _PLACE = "pretended_device"
 _INDEXING = {"__getitem__", "index_put", "index_put_", "__setitem__"}
 # Functions that ask of their other tensors nothing but sizes, or copy from them.
@@ -127,7 +127,7 @@ def _tensors(given: Any) -> Iterator[Tensor]:
 
 
 def _device(given: str | int | torch.device) -> torch.device:
-    device = torch.device("vulkan", given) if isinstance(given, int) else torch.device(given)
+    device = torch.device("ipu", given) if isinstance(given, int) else torch.device(given)
     return torch.device(device.type, 0) if device.type not in ("cpu", "meta") and device.index is None else device
 
 
