@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from kvfoundry import compat
 from kvfoundry.attention import attach, backend_of, family_of
 from kvfoundry.calibration import identity_of
+from kvfoundry.devices import input_device, layer_devices
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
 from kvfoundry.kernels.attention import backend
 from kvfoundry.layer import CacheLayer
@@ -66,6 +67,12 @@ class KVCache(Cache):
     def attention_layers(self) -> list[CacheLayer]:
         """The layers that hold rows."""
         return [layer for layer in self.layers if isinstance(layer, CacheLayer)]
+
+    def devices(self, model: PreTrainedModel) -> list[torch.device]:
+        """Where each of `attention_layers` computes, and so where its rows belong; several for a split model."""
+        places, default = layer_devices(model), input_device(model)
+        numbers = [number for number, layer in enumerate(self.layers) if isinstance(layer, CacheLayer)]
+        return [places.get(number, default) for number in numbers]
 
     def expect_prompt(self, tokens: int) -> None:
         """Announce a prompt of `tokens` columns that arrives in several calls: methods treat all of them as prompt.

@@ -328,6 +328,7 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
 
         Raises CacheStateError when rows of the remaining tokens are gone, so the state cannot be what it was.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a number on the device
         remaining = self.seen + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.seen)
         if remaining == self.seen or self.rows is None:
             return

@@ -29,12 +29,12 @@ DEVICE = torch.device("cuda:0")
 def test_halves_joined_are_the_whole(rows: int, dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     chosen = torch.randperm(rows)[: max(1, rows // 5)].sort().values
-    step = Pass([chosen, chosen[: len(chosen) // 2 + 1]], DEVICE)
+    step = Pass([chosen, chosen[: len(chosen) // 2 + 1]])
     positions = torch.arange(rows, device=DEVICE).expand(2, 1, rows)
     query = torch.randn(2, 8, step.columns, dim, dtype=dtype, device=DEVICE)
     key, value = torch.randn(2, 2, 2, rows, dim, dtype=dtype, device=DEVICE)
-    visibility = Visibility(step.positions, positions, "masked")
-    span = step.sight(0, torch.tensor([rows, rows]))[1]
+    visibility = Visibility(step.positions(DEVICE), positions, "masked")
+    span = step.sight(0, torch.tensor([rows, rows]), DEVICE)[1]
     wanted = naive.attend(query.double(), key.double(), value.double(), visibility, scaling=dim**-0.5)
     for block in (16, 512):
         found = scattered.attend(query, key, value, visibility, span, scaling=dim**-0.5, block=block)

@@ -12,6 +12,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from kvfoundry.devices import current
 from kvfoundry.kernels.attention.halves import half, joined
 from kvfoundry.kernels.attention.span import Span
 from kvfoundry.visibility import Visibility
@@ -38,10 +39,11 @@ def attend(
     if query.is_cuda and importlib.util.find_spec("triton") is not None:
         from kvfoundry.kernels.prefill_attention import fused
 
-        return fused.forward(
-            query, key, value, scaling=scaling, query_positions=visibility.query_positions,
-            key_positions=visibility.key_positions, span=span,
-        )[0]  # fmt: skip
+        with current(query.device):
+            return fused.forward(
+                query, key, value, scaling=scaling, query_positions=visibility.query_positions,
+                key_positions=visibility.key_positions, span=span,
+            )[0]  # fmt: skip
     batch, query_heads, queries, dim = query.shape
     heads = key.shape[1]
     groups = query_heads // heads
