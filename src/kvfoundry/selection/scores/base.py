@@ -27,6 +27,11 @@ class Score(ABC):
         return False
 
     @property
+    def sums_all_attention(self) -> bool:
+        """True when it adds up the attention of every query over every row, which a sparse prompt does not compute."""
+        return False
+
+    @property
     def needs_rope(self) -> bool:
         """True when the score rotates keys or queries itself: `evidence.rope` is then the layer's embedding."""
         return False
