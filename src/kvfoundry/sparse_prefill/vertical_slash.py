@@ -69,7 +69,10 @@ class VerticalSlash(Pattern):
             member, width = block_distances(marked.to(slashes.dtype), tiles) > 0, tiles.blocks
         else:
             counts = [pattern.blocks(tiles) for pattern in patterns]
-            member, width = _best(block_distances(slashes, tiles), counts), min(max(counts), tiles.blocks)
+            # a shorter head than others has no use for a block in front of its first row
+            near = torch.arange(tiles.blocks, device=slashes.device) <= tops.amax(dim=-1, keepdim=True)
+            scores = block_distances(slashes, tiles).masked_fill(~near, -torch.inf)
+            member, width = _best(scores, counts) & near, min(max(counts), tiles.blocks)
         distances, counted = listed(member, tops, width)
         return BlockIndex.of(tiles, tops, distances, counted, columns, member)
 
@@ -137,9 +140,12 @@ def _diagonal_sums(weights: Tensor) -> Tensor:
 
 
 def _best(scores: Tensor, counts: list[int]) -> Tensor:
-    """Boolean like scores: the counts[h] largest of every head h."""
+    """Boolean like scores: the counts[h] largest of every head h, the first of equal ones.
+
+    Blocks that one line runs through are equal, and a batch must not decide which of them is taken.
+    """
     most = min(max(counts), scores.shape[-1])
-    best = scores.topk(most, dim=-1).indices
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :most]
     rank = torch.arange(most, device=scores.device)
     within = rank < torch.tensor(counts, device=scores.device)[:, None]
     return torch.zeros_like(scores, dtype=torch.bool).scatter(2, best, within.expand_as(best))

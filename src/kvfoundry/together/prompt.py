@@ -40,8 +40,7 @@ class SharedPrompt(KVCache):
     """
 
     def __init__(self, model: PreTrainedModel, methods: Sequence[str | Method]):
-        methods = [Method.parse(method) for method in methods]
-        ways = {method.prefill: method for method in methods}
+        ways = {method.prefill: method for method in map(Method.parse, methods)}
         if len(ways) > 1:
             first, second = list(ways.values())[:2]
             raise SpecError(
