@@ -2,13 +2,13 @@
 
     python benchmarks/sparse_prefill.py [--out FILE] [--limit 55] [--rows 32768 131072] [--whole] [--layers 4]
 
-One layer in the shape of Llama-3.1-8B (8 KV heads, 32 query heads, 128 channels, bfloat16): the estimate of the pattern and
-the kernel, apart and together, beside scaled_dot_product_attention(is_causal, enable_gqa), on inputs in which every head
-has single rows and slash lines, and on random ones; the kept share is in every figure, and how far the output is from
-the dense one. Sweeps over tiles and launch shapes are printed: the defaults are set from them. --whole: the prompt of a
-model in that shape with random weights and so many layers through KVCache, dense and sparse in turn; the time of a layer
-is what counts. Nothing is timed before the kernel agrees with its reference. The file is written after every figure; at
-the limit the rest is left out. Exits with 1 when a comparison failed.
+One layer in the shape of Llama-3.1-8B (8 KV heads, 32 query heads, 128 channels, bfloat16): the estimate of the pattern
+and the kernel, apart and together, beside scaled_dot_product_attention(is_causal, enable_gqa), on inputs in which every
+head has single rows and slash lines, and on random ones; the kept share is in every figure, and how far the output is
+from the dense one. Sweeps over tiles and launch shapes are printed: the defaults are set from them. --whole: the prompt
+of a model in that shape with random weights and so many layers through KVCache, dense and sparse in turn; the time of a
+layer is what counts. Nothing is timed before the kernel agrees with its reference. The file is written after every
+figure; at the limit the rest is left out. Exits with 1 when a comparison failed.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def sweep(record: Record, rows: int) -> None:
 
 
 def whole_model(record: Record, rows: int, layers: int) -> None:
-    """The prompt of a model through the cache; the share is that of random weights, whose attention has no structure."""
+    """The prompt of a model through the cache; the attention of random weights has no structure to find."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import kvfoundry
