@@ -87,7 +87,7 @@ def test_heads_with_lists_of_their_own_and_heads_with_single_rows(device: torch.
     for heads, per_tile in (([2, 0], True), ([1, 3], False)):
         whole = index_of(tiles, 4, width=3, columns=0 if per_tile else 12, per_tile=per_tile)
         chosen = torch.tensor(heads, device=device)
-        names = ("distances", "counts", "columns", "column_counts", "covered")
+        names = ("distances", "counts", "columns", "column_counts", "single")
         own = replace(whole, **{name: getattr(whole, name).index_select(1, chosen) for name in names})
         parts.append((chosen, own))
     index = merged(parts, 4)

@@ -49,9 +49,11 @@ def _read_blocks(
 ):
     dk = tl.arange(0, DK)
     dv = tl.arange(0, DV)
+    ahead = tl.load(distances + tl.minimum(start, width - 1))
     for entry in range(start, stop):
-        listed = tl.load(distances + tl.minimum(entry, width - 1))
-        n = (top - tl.where(everything, entry, listed)) * BLOCK + tl.arange(0, BLOCK)
+        n = (top - tl.where(everything, entry, ahead)) * BLOCK + tl.arange(0, BLOCK)
+        # one entry early, so that the copies of rows do not wait for it
+        ahead = tl.load(distances + tl.minimum(entry + 1, width - 1))
         inside = (dk < KEY_DIM)[:, None]
         valued = (dv < VALUE_DIM)[None, :]
         if MASKED:
@@ -80,12 +82,11 @@ def _attend(
     counts,
     columns,
     column_counts,
-    covered,
+    single,
     query_heads,
     number,
     width,
     most,
-    blocks,
     scaling,
     softcap,
     q_batch,
@@ -204,20 +205,24 @@ def _attend(
     )
     if COLUMNS:
         singles = tl.load(column_counts + owner * number + tile)
+        columns += owner * most
+        single += (owner * number + tile) * most
+        c = tl.arange(0, GATHER)
+        ahead = tl.load(columns + c, mask=c < singles, other=0)
         for start in range(0, singles, GATHER):
+            n = ahead
             c = start + tl.arange(0, GATHER)
-            there = c < singles
-            n = tl.load(columns + owner * most + c, mask=there, other=0)
-            near = tl.load(covered + owner * blocks + top - n // BLOCK, mask=there, other=1)
-            take = there & (near == 0)
+            ahead = tl.load(columns + GATHER + c, mask=GATHER + c < singles, other=0)
+            take = tl.load(single + c, mask=c < singles, other=0) != 0
+            inside = n < length
             k = tl.load(
-                k_base + n[None, :] * k_row + dk[:, None], mask=take[None, :] & (dk < KEY_DIM)[:, None], other=0.0
+                k_base + n[None, :] * k_row + dk[:, None], mask=inside[None, :] & (dk < KEY_DIM)[:, None], other=0.0
             )
             logits = soften(tl.dot(q, k, input_precision=PRECISION), scaling, softcap, SOFTCAP)
             logits = tl.where(take[None, :] & (n[None, :] <= own[:, None]), logits, float("-inf"))
             weights, peak, total, fade = online(logits, peak, total)
             v = tl.load(
-                v_base + n[:, None] * v_row + dv[None, :], mask=take[:, None] & (dv < VALUE_DIM)[None, :], other=0.0
+                v_base + n[:, None] * v_row + dv[None, :], mask=inside[:, None] & (dv < VALUE_DIM)[None, :], other=0.0
             )
             acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
     if HAS_SINKS:
@@ -258,7 +263,7 @@ def attend(
     # what a shorter batch row has no query for stays zero
     empty = torch.empty if tiles.even else torch.zeros
     output = empty(batch, query_heads, queries, value_dim, dtype=query.dtype, device=query.device)
-    distances, columns, covered = index.distances, index.columns.contiguous(), index.covered.contiguous()
+    distances, columns = index.distances, index.columns.contiguous()
     tall, width = distances.shape[2:]
     if distances.stride(3) != 1 or distances.stride(0) != query_heads * distances.stride(1):
         distances = distances.contiguous()
@@ -274,12 +279,11 @@ def attend(
         index.counts.contiguous(),
         columns,
         index.column_counts.contiguous(),
-        covered.view(torch.uint8),
+        index.single.contiguous().view(torch.uint8),
         query_heads,
         tiles.number,
         width,
         columns.shape[2],
-        covered.shape[2],
         scaling,
         softcap or 1.0,
         *query.stride()[:3],

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfoundry.errors import KVFoundryError
+from kvfoundry.kernels.attention.naive import query_block
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,8 @@ class BlockIndex:
     [batch, query_heads, number] int32, how many of them; a tile with a count of `top + 1` reads every block, whatever
     distances say. columns: [batch, query_heads, most] int32 ascending, slots of single rows that are read beside the
     blocks, beyond every row where there is none. column_counts: [batch, query_heads, number] int32, how many of these
-    a tile looks at. covered: [batch, query_heads, blocks] bool by distance: columns there are read with their block.
+    a tile looks at; single: [batch, query_heads, number, most] bool, which of these it reads by themselves, because
+    their block is not read.
     """
 
     tiles: Tiles
@@ -99,14 +101,16 @@ class BlockIndex:
     counts: Tensor
     columns: Tensor
     column_counts: Tensor
-    covered: Tensor
+    single: Tensor
 
     @classmethod
     def of(
         cls, tiles: Tiles, tops: Tensor, distances: Tensor, counts: Tensor, columns: Tensor, covered: Tensor
     ) -> BlockIndex:
-        """What was chosen for some query heads, columns in any order. tops: those of the tiles, for these heads.
+        """What was chosen for some query heads, columns in any order.
 
+        tops: those of the tiles, for these heads. covered: [batch, heads, blocks] bool by distance, whether the block
+        is read, so that columns in it are read with it.
         A tile that would compute as much as with every block it can see reads every block, and no column by itself.
         """
         columns = columns.sort(dim=-1).values
@@ -115,7 +119,8 @@ class BlockIndex:
         counts = torch.minimum(counts, tops + 1)
         whole = (counts + _blocks_of(below, tiles.key_block) > tops) | (counts > tops)
         counts, below = torch.where(whole, tops + 1, counts), torch.where(whole, 0, below)
-        return cls(tiles, distances.int(), counts.int(), columns.int(), below.int(), covered)
+        single = _singles(columns, below, tops, covered, tiles.key_block)
+        return cls(tiles, distances.int(), counts.int(), columns.int(), below.int(), single)
 
     @property
     def computed(self) -> Tensor:
@@ -152,8 +157,22 @@ def merged(parts: Sequence[tuple[Tensor, BlockIndex]], query_heads: int) -> Bloc
         joined("counts", 0),
         joined("columns", beyond),
         joined("column_counts", 0),
-        joined("covered", 0),
+        joined("single", 0),
     )
+
+
+def _singles(columns: Tensor, below: Tensor, tops: Tensor, covered: Tensor, block: int) -> Tensor:
+    """The field `single`, some tiles at a time: an index of columns for each tile takes eight times its room."""
+    (batch, heads, number), most = tops.shape, columns.shape[2]
+    found = torch.zeros(batch, heads, number, most, dtype=torch.bool, device=columns.device)
+    step = query_block(columns.device, batch, heads, most)
+    there = torch.arange(most, device=columns.device) < below[..., None]
+    for start in range(0, number, step):
+        part = slice(start, start + step)
+        distance = tops[:, :, part, None] - (columns // block)[:, :, None]
+        read = covered.gather(2, distance.clamp(min=0).flatten(2)).view_as(distance)
+        found[:, :, part] = there[:, :, part] & ~read
+    return found
 
 
 def _blocks_of(rows: Tensor, block: int) -> Tensor:

@@ -31,10 +31,11 @@ def visible(index: BlockIndex, queries: Tensor, rows: int) -> Tensor:
     marks.scatter_(3, torch.where(listed, blocks, tiles.blocks), True)
     marks |= (count == top + 1)[..., None]
     seen = marks[..., : tiles.blocks].repeat_interleave(tiles.key_block, dim=3)[..., :rows]
-    single = torch.zeros(*index.columns.shape[:2], rows + 1, dtype=torch.bool, device=blocks.device)
-    single.scatter_(2, index.columns.long().clamp(max=rows), True)
+    single = torch.zeros(*tile.shape, rows + 1, dtype=torch.bool, device=blocks.device)
+    chosen = index.single.gather(2, tile[..., None].expand(-1, -1, -1, index.single.shape[-1]))
+    single.scatter_(3, index.columns.long().clamp(max=rows)[:, :, None].expand_as(chosen), chosen)
     at = torch.arange(rows, device=blocks.device)
-    seen = torch.nn.functional.pad(seen, (0, rows - seen.shape[-1])) | single[:, :, None, :rows]
+    seen = torch.nn.functional.pad(seen, (0, rows - seen.shape[-1])) | single[..., :rows]
     lengths = tiles.per_query_head(tiles.lengths, query_heads)
     return seen & (at <= own[..., None]) & (at < lengths[..., None, None]) & real[:, None, :, None]
 
