@@ -95,11 +95,11 @@ def newest_attention(sight: Sight, window: int) -> tuple[Tensor, Tensor]:
     base = sight.expanded(tiles.lengths) - count
     own = base[..., None] + torch.arange(count, device=query.device)
     real = own >= sight.expanded(tiles.first)[..., None]
-    packed = last.reshape(batch, heads, -1, dim)
+    packed = (last.float() * sight.scaling).to(query.dtype).reshape(batch, heads, -1, dim)
     step = piece(sight, count)
 
     def logits(start: int, stop: int) -> Tensor:
-        found = torch.matmul(packed, sight.key[:, :, start:stop].transpose(-1, -2)).float() * sight.scaling
+        found = torch.matmul(packed, sight.key[:, :, start:stop].transpose(-1, -2)).float()
         found = found.view(batch, query_heads, count, stop - start)
         if sight.softcap is not None:
             found = torch.tanh(found / sight.softcap) * sight.softcap
