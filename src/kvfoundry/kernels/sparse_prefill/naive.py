@@ -1,12 +1,10 @@
-"""Reference: the index written out as a mask, and attention under it in float32. It saves no work, and says what is
-computed."""
+"""Reference: tile after tile, the rows that the index names are gathered, and attention over them is in float32."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvfoundry.kernels.attention.naive import query_block
 from kvfoundry.kernels.sparse_prefill.index import BlockIndex
 
 
@@ -56,24 +54,46 @@ def attend(
     are the last rows of every head (see `Tiles`); each sees those in front of it and itself, as far as its tile reads
     them. Queries that a batch row does not have give zeros. softcap, sinks [query_heads]: as in `decode_attention`.
     """
-    batch, query_heads, queries, _ = query.shape
-    heads, rows = key.shape[1], key.shape[2]
-    outputs = []
-    step = query_block(query.device, batch, query_heads, rows)
-    wide_keys, wide_values = key.float().transpose(-1, -2), value.float()
-    for start in range(0, queries, step):
-        part = query[:, :, start : start + step].float()
-        width = part.shape[2]
-        seen = visible(index, torch.arange(start, start + width, device=query.device), rows)
-        logits = torch.matmul(part.reshape(batch, heads, -1, part.shape[3]), wide_keys) * scaling
-        logits = logits.view(batch, query_heads, width, rows)
+    tiles, (batch, query_heads, queries, dim) = index.tiles, query.shape
+    device = query.device
+    first = tiles.per_query_head(tiles.first, query_heads)
+    counts, step = tiles.counts[:, None, None], torch.arange(tiles.query_block, device=device)
+    numbers = torch.arange(batch, device=device)[:, None, None]
+    stored = (torch.arange(query_heads, device=device) // (query_heads // key.shape[1]))[:, None]
+    # one place more, for what a batch row has no query for
+    output = query.new_zeros(batch, query_heads, queries + 1, value.shape[3])
+    for tile in range(tiles.number):
+        slot = ((first // tiles.query_block + tile) * tiles.query_block)[..., None] + step
+        place = slot - first[..., None]
+        real = (place >= 0) & (place < counts)
+        place = torch.where(real, place, queries)
+        rows, there = _rows_of(index, tile)
+        part = query.gather(2, place.clamp(max=queries - 1)[..., None].expand(-1, -1, -1, dim))
+        logits = torch.matmul(part.float(), key[numbers, stored, rows].float().transpose(-1, -2)) * scaling
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
-        logits = logits.masked_fill(~seen, torch.finfo(torch.float32).min)
+        logits = logits.masked_fill(~(there[:, :, None] & (rows[:, :, None] <= slot[..., None])), -torch.inf)
         if sinks is not None:
-            sink = sinks.float().reshape(1, query_heads, 1, 1).expand(batch, -1, width, 1)
+            sink = sinks.float().reshape(1, query_heads, 1, 1).expand(batch, -1, tiles.query_block, 1)
             logits = torch.cat([logits, sink], dim=-1)
-        weights = torch.softmax(logits, dim=-1)[..., :rows] * seen
-        found = torch.matmul(weights.view(batch, heads, -1, rows), wide_values)
-        outputs.append(found.view(batch, query_heads, width, -1).to(query.dtype))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        weights = torch.softmax(logits, dim=-1)[..., : rows.shape[2]]
+        found = torch.matmul(weights, value[numbers, stored, rows].float()).to(query.dtype)
+        output.scatter_(2, place[..., None].expand_as(found), found)
+    return output[:, :, :queries]
+
+
+def _rows_of(index: BlockIndex, tile: int) -> tuple[Tensor, Tensor]:
+    """Slots that one tile of every head reads, [batch, query_heads, width], and which of them are there."""
+    tiles = index.tiles
+    lengths = tiles.per_query_head(tiles.lengths, index.counts.shape[1])[..., None]
+    top, count = tiles.per_query_head(tiles.tops, index.counts.shape[1])[..., tile, None], index.counts[..., tile, None]
+    width = int(count.max())
+    place = torch.arange(width, device=lengths.device)
+    listed = index.distances[:, :, min(tile, index.distances.shape[2] - 1), :width].long()
+    listed = torch.nn.functional.pad(listed, (0, width - listed.shape[-1]))
+    blocks = top - torch.where(count == top + 1, place, listed)
+    rows = blocks[..., None] * tiles.key_block + torch.arange(tiles.key_block, device=lengths.device)
+    there = (place < count)[..., None] & (rows >= 0)
+    rows = torch.cat([rows.flatten(2), index.columns.long()], dim=2)
+    there = torch.cat([there.flatten(2), index.single[:, :, tile]], dim=2) & (rows < lengths)
+    return torch.where(there, rows, 0), there
