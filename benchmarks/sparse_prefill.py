@@ -1,11 +1,11 @@
 """Sparse attention of a prompt on a CUDA GPU: right first, then beside torch's dense attention.
 
-    python benchmarks/sparse_prefill.py [--out FILE] [--limit 55] [--rows 32768 131072] [--whole] [--layers 4]
+    python benchmarks/sparse_prefill.py [--out FILE] [--limit 55] [--rows 32768 131072] [--whole] [--layers 4] [--sweep]
 
 One layer in the shape of Llama-3.1-8B (8 KV heads, 32 query heads, 128 channels, bfloat16): the estimate of the pattern
 and the kernel, apart and together, beside scaled_dot_product_attention(is_causal, enable_gqa), on inputs in which every
 head has single rows and slash lines, and on random ones; the kept share is in every figure, and how far the output is
-from the dense one. Sweeps over tiles and launch shapes are printed: the defaults are set from them. --whole: the prompt
+from the dense one. --sweep: tiles and launch shapes; the defaults are set from what it finds. --whole: the prompt
 of a model in that shape with random weights and so many layers through KVCache, dense and sparse in turn; the time of a
 layer is what counts. Nothing is timed before the kernel agrees with its reference. The file is written after every
 figure; at the limit the rest is left out. Exits with 1 when a comparison failed.
@@ -119,7 +119,7 @@ def sight_of(query: Tensor, key: Tensor, tile: int, block: int) -> Sight:
     return Sight(query, key, tiles, SCALING)
 
 
-def gates(record: Record) -> bool:
+def gates(record: Record, shapes: list[tuple[int, int, Tuning]]) -> bool:
     """The kernel equals its reference under every pattern, and dense attention where it reads everything."""
     right = True
     query, key, value = random_inputs(3000, batch=2)
@@ -129,9 +129,9 @@ def gates(record: Record) -> bool:
         "block_sparse": BlockSparse(9),
         "everything": AShape(0, 3000),
     }.items():
-        for tile, block in {(tile, block) for tile, block, _ in SHAPES}:
+        for tile, block, tuning in shapes:
             index = index_of(sight_of(query, key, tile, block), (pattern,) * QUERY_HEADS)
-            found = fused.attend(query, key, value, index, scaling=SCALING)
+            found = fused.attend(query, key, value, index, scaling=SCALING, tuning=tuning)
             expected = dense(query, key, value) if name == "everything" else naive.attend(
                 query, key, value, index, scaling=SCALING
             )  # fmt: skip
@@ -206,6 +206,7 @@ def whole_model(record: Record, rows: int, layers: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import kvfoundry
+    from kvfoundry import compat
 
     shape = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=QUERY_HEADS,
@@ -222,7 +223,7 @@ def whole_model(record: Record, rows: int, layers: int) -> None:
     def read(spec: str) -> Any:
         cache = kvfoundry.KVCache(model, spec)
         with torch.inference_mode():
-            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(ids, use_cache=True, logits_to_keep=1, **{compat.CACHE_ARGUMENT: cache})
         return cache
 
     base = 0.0
@@ -245,7 +246,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[32768, 131072])
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--no-sweep", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU.")
@@ -256,7 +257,9 @@ def main() -> None:
         tile=TILE, block=BLOCK,
     )  # fmt: skip
     try:
-        if gates(record):
+        # of each tile and block once
+        distinct = {(tile, block): (tile, block, tuning) for tile, block, tuning in reversed(SHAPES)}
+        if gates(record, list(distinct.values()) if arguments.sweep else [(TILE, BLOCK, fused.DEFAULT)]):
             record.note("the kernel is right")
             if arguments.whole:
                 whole_model(record, max(arguments.rows), arguments.layers)
@@ -264,7 +267,7 @@ def main() -> None:
             for rows in arguments.rows:
                 one_layer(record, rows)
                 torch.cuda.empty_cache()
-            if not arguments.no_sweep:
+            if arguments.sweep:
                 sweep(record, max(arguments.rows))
     except OutOfTime:
         record.note("time is up; the rest was left out")

@@ -69,7 +69,8 @@ def _read_blocks(
     return acc, peak, total
 
 
-@triton.jit
+# Numbers that change with the length of the text: a kernel for each of their kinds would be compiled in mid-prompt.
+@triton.jit(do_not_specialize=["number", "width", "most", "d_owner", "d_tile"])
 def _attend(
     query,
     key,
