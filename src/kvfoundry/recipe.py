@@ -171,7 +171,7 @@ def _check_codec(method: Method) -> None:
 
 def _check_prefill(method: Method, claimed_by: dict[str, str]) -> None:
     """Sums of attention over all queries are those of dense attention, which a sparse prompt does not compute."""
-    if method.prefill is not None and method.score is not None and method.score.sums_all_attention:
+    if method.prefill is not None and method.score is not None and method.score.sums_columns:
         raise SpecError(
             f"{method}: {claimed_by['score']} adds up the attention of every query of the prompt, and "
             f"{claimed_by['prefill']} does not compute all of it; use a score of the last queries, such as snapkv, or "

@@ -25,7 +25,7 @@ class AccumulatedAttention(Score):
         return True
 
     @property
-    def sums_all_attention(self) -> bool:
+    def sums_columns(self) -> bool:
         return True
 
     def observe(self, evidence: Evidence) -> Columns:

@@ -27,8 +27,8 @@ class Score(ABC):
         return False
 
     @property
-    def sums_all_attention(self) -> bool:
-        """True when it adds up the attention of every query over every row, which a sparse prompt does not compute."""
+    def sums_columns(self) -> bool:
+        """True when it asks for `evidence.column_sums` of whole prompts: attention then keeps what that can use."""
         return False
 
     @property
