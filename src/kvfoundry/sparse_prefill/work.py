@@ -9,8 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Work:
-    """computed: blocks of every call that was not dense, as scalars that may still be on their way on a device; dense:
-    of every call that was; causal: what dense attention computes in all of them. Nothing here waits for a device.
+    """computed: blocks of all calls that were not dense, a scalar for each device, where they may still be on their way;
+    dense: of all calls that were; causal: what dense attention computes in all of them. Nothing here waits for a device.
     """
 
     computed: tuple[Tensor, ...] = ()
@@ -21,7 +21,10 @@ class Work:
         """With one call more."""
         if isinstance(computed, int):
             return Work(self.computed, self.dense + computed, self.causal + causal)
-        return Work((*self.computed, computed), self.dense, self.causal + causal)
+        elsewhere = tuple(total for total in self.computed if total.device != computed.device)
+        for total in self.computed:
+            computed = computed + total if total.device == computed.device else computed
+        return Work((*elsewhere, computed), self.dense, self.causal + causal)
 
     @property
     def share(self) -> float | None:
