@@ -9,8 +9,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Work:
-    """computed: blocks of all calls that were not dense, a scalar for each device, where they may still be on their way;
-    dense: of all calls that were; causal: what dense attention computes in all of them. Nothing here waits for a device.
+    """What all calls together computed, in blocks; nothing here waits for a device.
+
+    computed: of calls that were not dense, a scalar for each device, where it may still be on its way; dense: of calls
+    that were; causal: what dense attention computes in all of them.
     """
 
     computed: tuple[Tensor, ...] = ()
