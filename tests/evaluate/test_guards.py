@@ -47,7 +47,7 @@ def test_a_method_that_never_acted():
     full, idle = lines("fullkv", [1.0, 0.5]), lines("h2o(budget=999)", [1.0, 0.5], **kept)
     (flag,) = told(*full, *idle)
     assert flag[:2] == ("idle", "h2o(budget=999)") and "never acted: on all 2 items" in flag[2]
-    # a sparse prompt leaves work out; codes save bytes, a reader changes answers, and one item on which it acted is enough
+    # sparse prompts leave work out, codes save bytes, a reader changes answers; one item on which it acted is enough
     assert told(*full, *lines("minference", [1.0, 0.5], prefill_share=0.4, **kept)) == []
     assert [kind for kind, *_ in told(*full, *lines("minference", [1.0, 0.5], prefill_share=1.0, **kept))] == ["idle"]
     assert told(*full, *lines("kivi(bits=2)", [1.0, 0.5], kept_share=1.0, stored_bytes=MIB)) == []

@@ -11,6 +11,7 @@ from tiny_models import FAMILIES, left_padded, random_ids
 
 import kvfoundry
 from kvfoundry.errors import SpecError
+from kvfoundry.evaluate.board import columns_of
 from kvfoundry.evaluate.results import RESULTS, read_lines
 from kvfoundry.evaluate.runner import evaluate
 from kvfoundry.evaluate.tasks.niah import NeedleTask
@@ -162,6 +163,8 @@ def test_the_share_is_in_the_results_of_a_run(tiny_model, tokenizer, tmp_path):
     evaluate(tiny_model("llama"), tokenizer, [task], ["fullkv", SMALL], out=tmp_path / "out")
     lines = {line["method"]: line for line in read_lines(tmp_path / "out" / RESULTS)}
     assert lines["fullkv"]["prefill_share"] is None and 0 < lines[str(Method.parse(SMALL))]["prefill_share"] < 1
+    shown = [column.name for column in columns_of(list(lines.values()))]
+    assert "prefill_share" in shown and "prefill_share" not in [c.name for c in columns_of([lines["fullkv"]])]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [row["prefill_share"] for row in summary["rows"]] == [
         None, lines[str(Method.parse(SMALL))]["prefill_share"],
