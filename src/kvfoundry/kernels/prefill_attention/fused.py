@@ -272,9 +272,13 @@ def _columns_range(
     # rows first: sums over the queries stay within a few lanes
     for begin in range(start, stop, QUERY_BLOCK):
         i = begin + tl.arange(0, QUERY_BLOCK)
-        inside = (i < queries)[None, :] & (dk < KEY_DIM)[:, None]
-        q = tl.load(q_base + i[None, :] * q_row + dk[:, None], mask=inside, other=0.0)
-        high = tl.load(lse + i, mask=i < queries, other=float("inf"))
+        if MASKED:
+            inside = (i < queries)[None, :] & (dk < KEY_DIM)[:, None]
+            q = tl.load(q_base + i[None, :] * q_row + dk[:, None], mask=inside, other=0.0)
+            high = tl.load(lse + i, mask=i < queries, other=float("inf"))
+        else:
+            q = tl.load(q_base + i[None, :] * q_row + dk[:, None], mask=(dk < KEY_DIM)[:, None], other=0.0)
+            high = tl.load(lse + i)
         logits = soften(tl.dot(k, q, input_precision=PRECISION), scaling, softcap, SOFTCAP)
         weights = tl.exp2(logits - high[None, :])
         if MASKED:
