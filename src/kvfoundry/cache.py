@@ -166,10 +166,29 @@ class KVCache(Cache):
         return float(torch.stack(shares).mean()) if shares else 1.0
 
     @property
+    def prefill_share(self) -> float | None:
+        """Attention of the prompt that was computed, as a share of what dense attention computes, in blocks over all
+        full-attention layers and heads; None where no method said what to leave out."""
+        return self.prompt.work.share
+
+    @property
     def notes(self) -> list[str]:
         """What a reader of results must know: methods that did not act, and why."""
         lost = self.prompt.losses.sentence(self.method)
-        return [*([] if lost is None else [lost]), *self._parking_notes(), *self._idle_notes()]
+        return [*([] if lost is None else [lost]), *self._prefill_notes(), *self._parking_notes(), *self._idle_notes()]
+
+    def _prefill_notes(self) -> list[str]:
+        if self.method.prefill is None or not self.seen_tokens:
+            return []
+        share = self.prefill_share
+        if share is None:
+            what = (
+                "read no prompt: it came from chunks" if self._full_layers() else "acts on no layer: all have windows"
+            )
+            return [f"{self.method} {what}."]
+        if share == 1:
+            return [f"{self.method} left nothing out: its patterns cover a prompt of this length."]
+        return [f"{self.method} computed {share:.1%} of the prompt's attention."]
 
     def _parking_notes(self) -> list[str]:
         if any(layer.rests for layer in self.attention_layers):

@@ -39,7 +39,8 @@ class Generation:
     ttft_seconds until the first token (and the second pass of a method that has one), ms_per_token per decode step
     after it (0 when there was none). reused_tokens, recomputed_tokens: of documents whose chunks were in the store, and
     of the context that a blend computed again. store_report: hits by tier, reasons of misses, bytes and stalls of the
-    batch, see `kvfoundry.chunks.report.Report`.
+    batch, see `kvfoundry.chunks.report.Report`. prefill_share: attention of the batch's prompts that was computed, see
+    `KVCache.prefill_share`.
     """
 
     text: str
@@ -60,6 +61,7 @@ class Generation:
     reused_tokens: int = 0
     recomputed_tokens: int = 0
     store_report: dict[str, Any] | None = None
+    prefill_share: float | None = None
 
 
 def generate(
@@ -249,11 +251,12 @@ class Held:
     peak: int
     parked: int
     kept: list[Kept]
+    prefill_share: float | None
 
     @classmethod
     def by(cls, cache: KVCache) -> Held:
         """What this cache holds now."""
-        return cls(cache.nbytes, cache.peak_nbytes, cache.parked_nbytes, kept_by_row(cache))
+        return cls(cache.nbytes, cache.peak_nbytes, cache.parked_nbytes, kept_by_row(cache), cache.prefill_share)
 
 
 class _Clock(StoppingCriteria):
@@ -409,6 +412,7 @@ def generations(
                 kept_share=kept.share,
                 kept_profile=kept.profile,
                 parked_bytes=held.parked // len(answers),
+                prefill_share=held.prefill_share,
                 **shared,
             )
         )
