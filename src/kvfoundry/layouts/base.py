@@ -232,6 +232,14 @@ class Layout(ABC):
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that holds memory for the rows."""
 
+    def host_tensors(self) -> Iterator[Tensor]:
+        """Every tensor on the host that holds memory for rows which are read on another device."""
+        return iter(())
+
+    def fetched(self) -> Layout:
+        """The rows where they are computed, whatever their placement."""
+        return self
+
     @abstractmethod
     def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
         """Attention of the newest queries over the rows: [batch, query_heads, queries, value_dim].
