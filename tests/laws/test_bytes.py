@@ -76,7 +76,8 @@ def test_reported_bytes_are_the_bytes_of_the_storages(name, given, tiny_model, o
     cache = kvfoundry.KVCache(model, small_spec(name, 100, **given))
     for pieces in ([TOKENS], [1] * 17, [3]):
         forward_pieces(model, cache, ids[:, cache.seen_tokens :], pieces, mask)
-        assert cache.nbytes == pytest.approx(reachable_bytes(cache), rel=0.02)
+        # lengths and the like, a few numbers per layer, are not counted
+        assert cache.nbytes == pytest.approx(reachable_bytes(cache), rel=0.02, abs=500)
         assert cache.host_nbytes == pytest.approx(reachable_bytes(cache, on_host=True), rel=0.02)
         assert cache.nbytes + cache.host_nbytes == pytest.approx(live_bytes() - before, rel=0.05)
     cache.reset()
@@ -126,7 +127,7 @@ class PeakMeter:
         store, read = CacheLayer._store, CacheLayer._read
 
         def look() -> None:
-            self.peak = max(self.peak, sum(reachable_bytes(each) for each in cache.attention_layers))
+            self.peak = max(self.peak, reachable_bytes(cache.attention_layers))
 
         def stored(layer: CacheLayer, *args: Any) -> None:
             store(layer, *args)
