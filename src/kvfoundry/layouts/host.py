@@ -1,8 +1,8 @@
 """One part of the rows of every head (their keys, say) in host memory, which is pinned where a CUDA device computes.
 
 Pinning is slow (about a second for a gigabyte) and what is pinned cannot grow, so memory comes in slabs: a few for the
-prompt, with some room, and later ever and again another. torch hands out pinned memory in powers of two, so slabs are of
-such sizes. Entries are written once and never moved; who shares a part goes on in slabs of his own.
+prompt, with some room, and later ever and again another. torch hands out pinned memory in powers of two, so slabs are
+of such sizes. Entries are written once and never moved; who shares a part goes on in slabs of his own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A few device buffers through which rows stream from the host, ahead of the attention that reads them.
 
-One ring serves all layers of one device. Whatever is asked for is copied on a stream of its own; while a head (or a group
-of them) is read, the next ones are on their way: those of the same layer, then the first ones of the layer that came
+One ring serves all layers of one device. Whatever is asked for is copied on a stream of its own; while a head (or a
+group of them) is read, the next ones are on their way: those of the same layer, then the first ones of the layer that came
 next the last time, and behind the last layer those of the first one, which the next step will ask for. A buffer is
 filled again when an event says that it was read. The CPU runs the same code without streams.
 """
@@ -176,7 +176,7 @@ class Ring:
 
     @contextmanager
     def receiving(self, *sources: Tensor) -> Iterator[None]:
-        """What is copied to the host inside comes after all that computes these tensors, and before what is sent later."""
+        """Copies to the host inside come after what computes these tensors, and before what is sent later."""
         self.received += sum(source.nbytes for source in sources)
         if self._stream is None:
             yield

@@ -1,8 +1,7 @@
 """Rows that live in host memory and come to the device one head (or a few) at a time, to be read there: HeadInfer.
 
-On the device are only the newest rows and what the ring of the cache holds. New rows wait on the device, as they did
-when they were computed, and leave it together when there are enough of them or when a piece of the prompt has been read.
-So what is on the host does not change between two steps, and its copies can be on their way before they are asked for.
+On the device are only the newest rows and what the ring of the cache holds. New rows wait on the device and leave it
+together, when there are enough of them or when a piece of the prompt has been read. So what is on the host does not change between two steps, and its copies can be on their way before they are asked for.
 
 Whatever else is done to rows (dropping, reordering, a look at them) is done by the layout that `fetched` gives.
 """
@@ -225,10 +224,8 @@ class StreamedRows(Layout):
         )
         twin._tail = self._tail.select_batch(indices)
         twin._changed()
-        width = int(twin.lengths.max())
-        twin._columns = {
-            name: column[indices.to(column.device)][:, :, :width] for name, column in self._columns.items()
-        }
+        width, columns = int(twin.lengths.max()), self._columns.items()
+        twin._columns = {name: column[indices.to(column.device)][:, :, :width] for name, column in columns}
         return twin
 
     def with_columns(self, columns: Columns) -> StreamedRows:
@@ -261,8 +258,8 @@ class StreamedRows(Layout):
 
 def _empty(keys: Tensor, values: Tensor, positions: Tensor, lengths: Tensor) -> DenseRows:
     """No rows, of the kind of these."""
-    none = (rows[:, :, :0].detach().clone() for rows in (keys, values, positions))
-    return DenseRows(*none, torch.zeros_like(lengths))
+    keys, values, positions = (rows[:, :, :0].detach().clone() for rows in (keys, values, positions))
+    return DenseRows(keys, values, positions, torch.zeros_like(lengths))
 
 
 def _alike(lengths: Tensor, waiting: Tensor, heads: slice) -> Iterator[tuple[int, slice]]:

@@ -1,7 +1,7 @@
 """Codes that live in host memory and cross the link packed; see `streamed.py` for rows as they are.
 
-Whole rows (the newest, which wait to be written down, and the first ones of codecs that keep these) and the positions of
-all rows stay on the device. Codes that are due are made there and moved.
+Whole rows (the newest, which wait to be written down, and the first ones of codecs that keep these) and the positions
+of all rows stay on the device. Codes that are due are made there and moved.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ class HostedSide(CodedSide):
     @classmethod
     def moved(cls, side: CodedSide, rings: Rings, expected: int) -> HostedSide:
         """A side with what is coded of it moved to the host."""
-        kept = {
-            name: getattr(side, name) for name in ("codec", "rotation", "first", "tail", "firsts", "tails", "fixed")
-        }
+        whole = ("codec", "rotation", "first", "tail", "firsts", "tails", "fixed")
+        kept = {name: getattr(side, name) for name in whole}
         result = cls(**kept, counts=side.counts, blocks=side.blocks, rings=rings, expected=expected)
         result._move(side.rows, side.tables, side.block_of, side.counts, side.blocks)
         return result
