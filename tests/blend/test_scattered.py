@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvfoundry.blend.layer import Pass
-from kvfoundry.kernels.attention import naive, scattered
+from kvfoundry.kernels.attention import halves, naive, scattered
 from kvfoundry.visibility import Visibility
 
 
@@ -34,7 +34,7 @@ def test_halves_joined_are_the_whole(chosen: list[list[int]], block: int, dtype:
     positions = torch.where(places < lengths[:, None], places, -1)[:, None]
     query = torch.randn(batch, 8, step.columns, 16, dtype=dtype)
     key, value = torch.randn(2, batch, 2, rows, 16, dtype=dtype)
-    assert scattered.serves(query, key, value)
+    assert halves.serves(query, key, value)
     visibility = Visibility(step.positions, positions, "masked")
     span = step.sight(0, lengths)[1]
     found = scattered.attend(query, key, value, visibility, span, scaling=0.3, block=block)
@@ -48,5 +48,5 @@ def test_halves_joined_are_the_whole(chosen: list[list[int]], block: int, dtype:
 
 def test_odd_widths_are_left_to_the_backend() -> None:
     query, key = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 9, 16)
-    assert not scattered.serves(query, key, torch.zeros(1, 2, 9, 8))
-    assert not scattered.serves(query[..., :12], key[..., :12], key[..., :12])
+    assert not halves.serves(query, key, torch.zeros(1, 2, 9, 8))
+    assert not halves.serves(query[..., :12], key[..., :12], key[..., :12])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfoundry.kernels.attention import flash, scattered, sdpa
+from kvfoundry.kernels.attention import flash, halves, scattered, sdpa
 from kvfoundry.layouts import Layout
 from kvfoundry.layouts.base import Reading, RowsView, owned, position_dtype
 from kvfoundry.layouts.dense import DenseRows
@@ -76,7 +76,7 @@ class WorkingRows:
         """
         block = _GPU_BLOCK if query.is_cuda else _BLOCK
         plain = reading.softcap is None and reading.sinks is None and reading.rule.span is None
-        if self.is_whole and plain and reading.kernel in _SCATTERED and scattered.serves(query, self.keys, self.values):
+        if self.is_whole and plain and reading.kernel in _SCATTERED and halves.serves(query, self.keys, self.values):
             visibility = Visibility(positions, self.positions.long(), "masked", reading.rule)
             return scattered.attend(
                 query, self.keys, self.values, visibility, span, scaling=reading.scaling, block=block

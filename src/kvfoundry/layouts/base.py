@@ -260,10 +260,13 @@ class Reading:
     rule: WindowRule = WHOLE_PAST
     unread_distance: int | None = None
 
-    def visibility(self, query_positions: Tensor, key_positions: Tensor, *, own: bool, complete: bool) -> Visibility:
+    def visibility(
+        self, query_positions: Tensor, key_positions: Tensor, *, own: bool, complete: bool, appended: bool = False
+    ) -> Visibility:
         """The mask of one call, in its cheapest form.
 
-        own: the rows are exactly the queries' own tokens. complete: no head has padding behind its rows.
+        own: the rows are exactly the queries' own tokens. complete: no head has padding behind its rows. appended: the
+        last rows of every head are the queries' own tokens, none of them padding.
         """
         queries, rows = query_positions.shape[1], key_positions.shape[2]
         reaches_all = self.rule.span is None or rows <= self.rule.span
@@ -274,6 +277,8 @@ class Reading:
             pattern = "causal"
         elif queries == 1 and complete and self.rule.span is None:
             pattern = "full"
+        elif appended and complete and self.rule.span is None:
+            pattern = "appended"
         else:
             pattern = "masked"
         return Visibility(query_positions, key_positions, pattern, self.rule, self.unread_distance)

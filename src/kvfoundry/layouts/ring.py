@@ -1,8 +1,8 @@
 """A few device buffers through which rows stream from the host, ahead of the attention that reads them.
 
-One ring serves all layers of one device. Whatever is asked for is copied on a stream of its own; while a head (or a
-group of them) is read, the next ones are on their way: those of the same layer, then the first ones of the layer that came
-next the last time, and behind the last layer those of the first one, which the next step will ask for. A buffer is
+One ring serves all layers of one device. Whatever is asked for is copied on a stream of its own. While a head (or a
+group of them) is read, the next ones are on their way: those of the same layer, then the first ones of the layer that
+came next the last time, and behind the last layer those of the first one, which the next step will ask for. A buffer is
 filled again when an event says that it was read. The CPU runs the same code without streams.
 """
 

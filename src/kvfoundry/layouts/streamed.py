@@ -1,7 +1,12 @@
 """Rows that live in host memory and come to the device one head (or a few) at a time, to be read there: HeadInfer.
 
 On the device are only the newest rows and what the ring of the cache holds. New rows wait on the device and leave it
-together, when there are enough of them or when a piece of the prompt has been read. So what is on the host does not change between two steps, and its copies can be on their way before they are asked for.
+together, when there are enough of them or when a piece of the prompt has been read. So what is on the host does not
+change between two steps, and its copies can be on their way before they are asked for.
+
+A head's rows lie one after the other, so a page of them is one stretch of a few KiB. Reading chosen pages (quest) leaves
+the ring out: a kernel fetches them over the link itself (`kernels.host_rows`), for a copy per page would cost more to
+enqueue than to make.
 
 Whatever else is done to rows (dropping, reordering, a look at them) is done by the layout that `fetched` gives.
 """
@@ -128,6 +133,7 @@ class StreamedRows(Layout):
         # One query sees all rows; several have to be told apart by their positions.
         masked = queries > 1 or reading.unread_distance is not None
         positions = self._all_positions() if masked else None
+        appended = self._tail.ends_with(queries)
         output = query.new_zeros(batch, query_heads, queries, tail.values.shape[3])
         ring.enter(self)
         for unit, (row, heads) in enumerate(self._units):
@@ -150,7 +156,7 @@ class StreamedRows(Layout):
                         query[one, asked],
                         keys[None, own, :rows],
                         values[None, own, :rows],
-                        reading.visibility(query_positions[one], seen, own=False, complete=True),
+                        reading.visibility(query_positions[one], seen, own=False, complete=True, appended=appended),
                         scaling=reading.scaling,
                         softcap=reading.softcap,
                         sinks=None if reading.sinks is None else reading.sinks[asked],
