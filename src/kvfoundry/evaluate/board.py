@@ -39,7 +39,7 @@ def columns_of(lines: Iterable[Line]) -> list[Column]:
     lines = list(lines)
     tasks = list(dict.fromkeys(line["task"] for line in lines))
     several, parks = len(tasks) > 1, any(line.get("parked_bytes") for line in lines)
-    parked = Column("parked_bytes", "parked MiB", "bytes of dropped rows in host memory, mean", "low", ".2f", MIB)
+    parked = Column("parked_bytes", "host MiB", "bytes of rows in host memory, mean", "low", ".2f", MIB)
     per_task = [Column(f"score:{task}", task, f"mean score on {task}", pattern=".3f") for task in tasks]
     return [
         Column("method", "method", "the recipe, in full", best="low"),

@@ -232,6 +232,11 @@ class Layout(ABC):
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that holds memory for the rows."""
 
+    @property
+    def hosted_nbytes(self) -> int:
+        """Bytes of the rows that are on the host, without the room for others beside them."""
+        return 0
+
     def host_tensors(self) -> Iterator[Tensor]:
         """Every tensor on the host that holds memory for rows which are read on another device."""
         return iter(())

@@ -65,6 +65,11 @@ class HostPart:
         for slab in self._slabs:
             yield slab.entries
 
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of the entries that are there."""
+        return sum(int(slab.used.sum()) * slab.entries[0, 0, :1].nbytes for slab in self._slabs)
+
     # Writing.
 
     def append(self, lanes: Sequence[Tensor], expected: int = 0) -> None:
@@ -157,10 +162,11 @@ class HostPart:
         lanes = [piece for row in range(self.shape[0]) for h in range(self.shape[1]) for piece in self._entries(row, h)]
         return torch.cat([piece.to(self.device, non_blocking=True) for piece in lanes])
 
-    def at(self, index: Tensor) -> Tensor:
+    def at(self, index: Tensor, behind: Tensor | None = None, waiting: Tensor | None = None) -> Tensor:
         """The entries `index` [batch, heads, n] of every head: [batch, heads, n, ...], zeros where it has none.
 
-        On a CUDA device a kernel reads the pinned memory over the link, see `kernels.host_rows.fused`.
+        behind: further entries [batch, heads, room, ...] on the device, `waiting` [batch, heads] of each head. On a
+        CUDA device a kernel reads the pinned memory over the link, see `kernels.host_rows.fused`.
         """
         like = self._slabs[0].entries
         out = torch.zeros(*index.shape, *like.shape[3:], dtype=like.dtype, device=index.device)
@@ -172,6 +178,9 @@ class HostPart:
         index = index.contiguous()
         for slab, (first, used) in zip(self._slabs, self._bounds_on(index.device), strict=True):
             gather(slab.entries, index, first, used, out)
+        if behind is not None and waiting is not None and behind.shape[2]:
+            first, used = (counted(counts, index.device) for counts in (self.counts, waiting))
+            gather(behind.contiguous(), index, first, used, out)
         return out
 
     def _bounds_on(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
@@ -182,3 +191,11 @@ class HostPart:
                 self._bounds.append((first.to(device), slab.used.to(device)))
                 first = first + slab.used
         return self._bounds
+
+
+def counted(counts: Tensor, device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers [batch, heads] on a device, without a copy to wait for where heads are alike."""
+    first = int(counts[0, 0])
+    if bool((counts == first).all()):
+        return torch.full(tuple(counts.shape), first, dtype=dtype, device=device)
+    return counts.to(device, dtype)

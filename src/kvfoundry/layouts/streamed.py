@@ -4,9 +4,9 @@ On the device are only the newest rows and what the ring of the cache holds. New
 together, when there are enough of them or when a piece of the prompt has been read. So what is on the host does not
 change between two steps, and its copies can be on their way before they are asked for.
 
-A head's rows lie one after the other, so a page of them is one stretch of a few KiB. Reading chosen pages (quest) leaves
-the ring out: a kernel fetches them over the link itself (`kernels.host_rows`), for a copy per page would cost more to
-enqueue than to make.
+A head's rows lie one after the other, so a page of them is one stretch of a few KiB. Reading chosen pages (quest)
+leaves the ring out: a kernel fetches them over the link itself (`kernels.host_rows`), for a copy per page would cost
+more to enqueue than to make.
 
 Whatever else is done to rows (dropping, reordering, a look at them) is done by the layout that `fetched` gives.
 """
@@ -207,7 +207,7 @@ class StreamedRows(Layout):
         tail = self._tail.view()
         self._ring.follow()
         keys, values = (
-            StreamedSlots(part, rows, self._stored, width)
+            StreamedSlots(part, rows, tail.lengths, width, self._ring)
             for part, rows in ((self._keys, tail.keys), (self._values, tail.values))
         )
         return Stretches(keys, values, starts, self.lengths)
@@ -256,6 +256,10 @@ class StreamedRows(Layout):
     def tensors(self) -> Iterator[Tensor]:
         yield from self._tail.tensors()
         yield from self._columns.values()
+
+    @property
+    def hosted_nbytes(self) -> int:
+        return sum(part.used_nbytes for part in (self._keys, self._values, self._positions))
 
     def host_tensors(self) -> Iterator[Tensor]:
         for part in (self._keys, self._values, self._positions):
@@ -317,24 +321,21 @@ class StreamedSlots:
     Rows on the host are read where they are, see `HostPart.at`.
     """
 
-    def __init__(self, part: HostPart, tail: Tensor, stored: Tensor, width: int):
-        self._part, self._tail, self._width = part, tail, width
-        self._stored = stored.to(tail.device)[..., None]
-        self.shape = torch.Size((stored.numel() * width, tail.shape[3]))
+    def __init__(self, part: HostPart, tail: Tensor, waiting: Tensor, width: int, ring: Ring):
+        self._part, self._tail, self._waiting, self._width, self._ring = part, tail, waiting, width, ring
+        self.shape = torch.Size((waiting.numel() * width, tail.shape[3]))
         self.device = tail.device
 
     def new_zeros(self, *shape: int) -> Tensor:
         """Zeros like a row's."""
         return self._tail.new_zeros(*shape)
 
+    def at(self, index: Tensor) -> Tensor:
+        """Rows `index` [batch, heads, n] of every head: [batch, heads, n, dim], zeros where it has none."""
+        rows = self._part.at(index, self._tail, self._waiting)
+        self._ring.sent += rows.nbytes
+        return rows
+
     def __getitem__(self, slots: Tensor) -> Tensor:
-        batch, heads = self._stored.shape[:2]
         # Query heads that share a stored head lie next to each other, so they read it together.
-        index = (slots % self._width).view(batch, heads, -1)
-        rows = self._part.at(index)
-        if self._tail.shape[2]:
-            waiting = index - self._stored
-            inside = (waiting >= 0) & (waiting < self._tail.shape[2])
-            newest = gathered(self._tail, waiting.masked_fill(~inside, -1))
-            rows = torch.where(inside[..., None], newest, rows)
-        return rows.view(*slots.shape, -1)
+        return self.at((slots % self._width).view(*self._waiting.shape, -1)).view(*slots.shape, -1)

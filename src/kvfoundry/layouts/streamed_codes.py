@@ -19,7 +19,7 @@ from kvfoundry.codecs.base import Encoded, Parts
 from kvfoundry.kernels.available import without_triton
 from kvfoundry.layouts.base import Reading, Stretches
 from kvfoundry.layouts.coded import CodedRows
-from kvfoundry.layouts.host import HostPart
+from kvfoundry.layouts.host import HostPart, counted
 from kvfoundry.layouts.kernel_codes import codec_refusal, coded_refusal, codes_of
 from kvfoundry.layouts.rectangles import cut
 from kvfoundry.layouts.ring import Ring, Rings, Shape
@@ -233,7 +233,9 @@ class StreamedCodes(CodedRows):
                 for side, found in zip((self.keys, self.values), sides, strict=True)
             )
             rotation = self.codec.rotation
-            counts, tails = (_counted(side[one, heads], query.device) for side in (self.keys.counts, self.keys.tails))
+            counts, tails = (
+                counted(side[one, heads], query.device, torch.int32) for side in (self.keys.counts, self.keys.tails)
+            )
             output: Tensor = kernel.attend(
                 query if rotation is None else rotation.turn(query), keys, values, counts,
                 self.keys.tail[one, heads], self.values.tail[one, heads], tails,
@@ -288,17 +290,13 @@ class StreamedCodes(CodedRows):
         twin.keys, twin.values = self.keys.shared(), self.values.shared()
         return twin
 
+    @property
+    def hosted_nbytes(self) -> int:
+        return sum(part.used_nbytes for _, _, part in self._hosted)
+
     def host_tensors(self) -> Iterator[Tensor]:
         for _, _, part in self._hosted:
             yield from part.tensors()
-
-
-def _counted(counts: Tensor, device: torch.device) -> Tensor:
-    """Rows [1, heads] as int32 on the device, without waiting for it where heads are alike."""
-    first = int(counts[0, 0])
-    if bool((counts == first).all()):
-        return torch.full(tuple(counts.shape), first, dtype=torch.int32, device=device)
-    return counts.to(device, torch.int32)
 
 
 @cache

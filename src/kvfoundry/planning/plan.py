@@ -34,11 +34,11 @@ class MethodPlan:
     """One method on the planned model and device; bytes, tokens and counts.
 
     token_bytes: of the cache per token of the context, after eviction and coding. chunk_bytes: of a passage of
-    `chunk_tokens` that is read alone. cache_bytes: of `batch` sequences of `context` tokens after their prompts; share:
-    that over the full cache's. parked_bytes: on the host. peak_bytes: weights and cache while the prompts are read in
-    one piece. fits: whether that and the headroom are within the device. largest_context: tokens of each of `batch`
-    sequences, at most the model's positions; sequences of `context` tokens, tokens in all of them, and resident chunks:
-    how many fit beside the weights. remarks: what the figures do not say.
+    `chunk_tokens` that is read alone. cache_bytes: of `batch` sequences of `context` tokens after their prompts;
+    share: that over the full cache's. parked_bytes: of rows on the host. peak_bytes: weights and cache while the
+    prompts are read in one piece. fits: whether that and the headroom are within the device. largest_context:
+    tokens of each of `batch` sequences, at most the model's positions; sequences of `context` tokens, tokens in all
+    of them, and resident chunks: how many fit beside the weights. remarks: what the figures do not say.
     """
 
     method: str

@@ -60,8 +60,8 @@ def _appended(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tens
     batch, query_heads, queries, head_dim = query.shape
     heads, past = key.shape[1], key.shape[2] - queries
     groups = query_heads // heads
-    own = [rows[:, :, past:].repeat_interleave(groups, dim=1) for rows in (key, value)]
-    near = halves.half(query, *own, None, scaling, causal=True)
+    own_key, own_value = (rows[:, :, past:].repeat_interleave(groups, dim=1) for rows in (key, value))
+    near = halves.half(query, own_key, own_value, None, scaling, causal=True)
     if not past:
         return near[0]
     packed = query.reshape(batch, heads, groups * queries, head_dim)
