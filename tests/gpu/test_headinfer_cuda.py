@@ -1,8 +1,9 @@
-"""headinfer on a CUDA device: copies that run ahead never overtake what they must wait for; skipped without a device."""
+"""headinfer on a CUDA device: copies that run ahead never overtake what they must wait for; skipped without one."""
 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -68,7 +69,7 @@ def test_text_is_that_of_the_full_cache_again_and_again(spec, model) -> None:
 
 
 def test_a_slow_device_is_waited_for(model) -> None:
-    """Buffers are not filled again while something long before in the stream still has to read them, and the reverse."""
+    """Buffers are not filled again while something that was enqueued before still has to read them."""
     ids = random_ids(1, 2100).cuda()
     expected = logits(model, "fullkv", ids, [2000] + [1] * 100)
     sleep = torch.cuda._sleep
@@ -145,6 +146,7 @@ def test_the_device_holds_a_few_heads(model) -> None:
         for tensor in cache.attention_layers[0].host_tensors():
             assert tensor.is_pinned()
         del cache
+        gc.collect()
     assert held[1] < held[0] + (1 << 20)
 
 

@@ -79,6 +79,10 @@ class Ring:
         if self._last is not None:
             self._after[self._last] = rows.place
         self._last = rows.place
+        self.expect(rows)
+
+    def expect(self, rows: Streamable) -> None:
+        """These are the rows that a layer will ask for next."""
         self._newest[rows.place] = weakref.ref(rows)
 
     @contextmanager

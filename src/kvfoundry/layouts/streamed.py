@@ -105,6 +105,7 @@ class StreamedRows(Layout):
         if tail.keys.shape[2] >= WAITING:
             self._tail = _empty(tail.keys, tail.values, tail.positions, tail.lengths)
             self._move(tail.keys, tail.values, tail.positions, tail.lengths, expected)
+        self._ring.expect(self)
         return self
 
     # The units of the ring.
@@ -133,7 +134,7 @@ class StreamedRows(Layout):
         # One query sees all rows; several have to be told apart by their positions.
         masked = queries > 1 or reading.unread_distance is not None
         positions = self._all_positions() if masked else None
-        appended = self._tail.ends_with(queries)
+        appended, nowhere = self._tail.ends_with(queries), query_positions.new_zeros(1, 1, 1)
         output = query.new_zeros(batch, query_heads, queries, tail.values.shape[3])
         ring.enter(self)
         for unit, (row, heads) in enumerate(self._units):
@@ -144,10 +145,10 @@ class StreamedRows(Layout):
                     if not rows:  # nothing but padding so far
                         continue
                     own = slice(number, number + span.stop - span.start)
-                    keys[own, stored:rows] = tail.keys[row, span, :waiting]
-                    values[own, stored:rows] = tail.values[row, span, :waiting]
+                    keys[own, stored:rows] = tail.keys[row, span, :waiting].detach()
+                    values[own, stored:rows] = tail.values[row, span, :waiting].detach()
                     asked = slice(span.start * groups, span.stop * groups)
-                    seen = query_positions.new_zeros(1, 1, 1).expand(1, 1, rows)
+                    seen = nowhere.expand(1, 1, rows)
                     if positions is not None:
                         shared = positions.shape[1] == 1
                         seen = positions[row : row + 1, slice(0, 1) if shared else span, :rows]

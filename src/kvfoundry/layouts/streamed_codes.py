@@ -216,7 +216,9 @@ class StreamedCodes(CodedRows):
         """The kernel that reads these codes, None where there is none."""
         if query.shape[2] > 1 or reading.unread_distance is not None or without_triton(query.device) is not None:
             return None
-        return _fused() if codec_refusal(self.codec) is None and coded_refusal(self) is None else None
+        apart = any(kind == _BLOCK_OF for _, (kind, _), _ in self._hosted)
+        refused = apart or codec_refusal(self.codec) is not None or coded_refusal(self) is not None
+        return None if refused else _fused()
 
     def _read_by(self, kernel: Any) -> Any:
         """As `_read`, by one pass of a kernel of `coded_decode` over codes and whole rows."""
@@ -280,9 +282,12 @@ class StreamedCodes(CodedRows):
 
     def through(self, rings: Rings) -> StreamedCodes:
         """The same rows, read through these rings."""
-        if self.keys.rings is rings:
-            return self
-        return self._with(replace(self.keys, rings=rings), replace(self.values, rings=rings))  # type: ignore[return-value]
+        rows = self
+        if self.keys.rings is not rings:
+            rows = copy.copy(self)
+            rows.keys, rows.values = replace(self.keys, rings=rings), replace(self.values, rings=rings)
+        rows.keys.ring.expect(rows)
+        return rows
 
     def shared(self) -> StreamedCodes:
         self.keys.ring.settle()
