@@ -82,7 +82,7 @@ def test_the_full_cache_stays_the_baseline_of_other_methods():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["minference", "headinfer"])
+@pytest.mark.parametrize("name", ["minference"])
 def test_what_is_not_built_yet_says_so(name):
     if name in kvfoundry.methods():
         pytest.fail(f"{name} is built: take it out of registry._PLANNED and of the docs")
