@@ -184,7 +184,9 @@ class StreamedRows(Layout):
         heads = part.shape[1]
         stored, waiting = part.counts, self._tail.lengths[:, :heads]
         width = int((stored + waiting).max())
-        both = torch.cat([part.rectangle(), tail[:, :heads].to(part.rectangle().dtype)], dim=2)
+        self._ring.follow()
+        hosted = part.rectangle()
+        both = torch.cat([hosted, tail[:, :heads].to(hosted.dtype)], dim=2)
         place = torch.arange(width)
         behind = place - stored[..., None] + int(stored.max())
         index = torch.where(place < stored[..., None], place, behind)

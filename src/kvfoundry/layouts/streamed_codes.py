@@ -88,6 +88,7 @@ class HostedSide(CodedSide):
 
     def fetched(self) -> CodedSide:
         """The side with everything on the device."""
+        self.ring.follow()
         own = {name: getattr(self, name) for name in CodedSide.__dataclass_fields__}
         parts: dict[str, Parts] = {_ROWS: {}, _TABLES: {}, _BLOCK_OF: {}}
         for (kind, name), part in self.hosted.items():
