@@ -70,6 +70,7 @@ class StreamedRows(Layout):
         result = cls(parts[0], parts[1], parts[2], tail, group, rings, place)
         result._columns = {name: owned(column) for name, column in view.columns.items()}
         result._move(view.keys, view.values, positions, lengths, expected)
+        result._ring.expect(result)
         return result
 
     def _changed(self) -> None:

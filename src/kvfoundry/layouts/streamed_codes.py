@@ -147,6 +147,7 @@ class StreamedCodes(CodedRows):
             HostedSide.moved(side, rings, expected) for side in (codec_rows.keys, codec_rows.values)
         )
         rows.group, rows.place = group, place
+        rows.keys.ring.expect(rows)
         return rows._changed()
 
     def _changed(self) -> StreamedCodes:

@@ -229,7 +229,8 @@ def _one(
 ) -> MethodPlan:
     size, chunk = meter.size(context), meter.chunk_bytes(chunk_tokens)
     growing = size.peak - size.stored  # while the last of them is read
-    sequences = max(0, (room - growing) // size.stored) if size.stored else 0
+    # what lives on the host takes the device only while it is read
+    sequences = max(0, (room - growing) // size.stored if size.stored else room // size.peak)
     return MethodPlan(
         method=str(method),
         token_bytes=size.stored / context,
@@ -251,6 +252,8 @@ def _remarks(method: Method) -> list[str]:
     remarks = []
     if method.codec is not None and not isinstance(method.heads, UniformHeads):
         remarks.append("its heads keep unequal numbers of rows, so what the codec holds depends on the text")
+    if method.placement is not None:
+        remarks.append("its rows are in host memory, and whether they fit there is not looked at")
     if method.read is not None:
         remarks.append("decode adds the bounds of its pages")
     return remarks
