@@ -101,9 +101,9 @@ def generate(
     follows. documents: texts in front of the prompts, one list for all or one for each; their chunks are looked up in
     `store` and blended as `blend` says, see `kvfoundry.blend.blended_cache`, also for chunk_method, head, namespace.
     engine: True decodes answers by a `DecodeEngine` (static rows, a CUDA graph where there is a GPU), and by
-    transformers' loop where it cannot serve method, model or options (`notes` say why); the loop is the default. An
-    engine of your own keeps its graph from call to call. require_kernels:
-    an error instead of the loop. compile: the engine's model goes through torch.compile.
+    transformers' loop where it cannot serve method, model or options (`notes` say why). None does so where a GPU and
+    Triton are there, without a note; False never does. An engine of your own keeps its graph from call to call.
+    require_kernels: an error instead of the loop. compile: the engine's model goes through torch.compile.
     streamer, generation_config, seed and further keywords (do_sample, num_beams, stop_strings, ...) are transformers'.
     Returns a string or a list of strings in the order of the prompts; with details=True `Generation` objects.
     Raises DataError for an empty prompt or one that does not fit the model.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kvfoundry.acting import Turn
 from kvfoundry.columns import picked_columns, restored_columns
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
+from kvfoundry.kernels.attention.remembering import Remembering
 from kvfoundry.layer_state import LayerState
 from kvfoundry.layouts import DenseRows
 from kvfoundry.layouts.base import Reading
@@ -110,7 +111,7 @@ class CacheLayer(LayerState):
         in_prompt = self._enter(columns)
         self._halfway = True
         reading = Reading(
-            self.kernel,
+            Remembering(self.kernel) if columns > 1 and self.sums_columns else self.kernel,
             query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap,
             sinks,

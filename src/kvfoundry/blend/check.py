@@ -113,7 +113,8 @@ def _moves(model: PreTrainedModel, ids: Tensor) -> str | None:
     near, there = torch.arange(len(ids))[None, None], torch.arange(far, far + len(ids))[None, None]
     stored, wanted = _stored(model, ids, near[0]), _stored(model, ids, there[0])
     for number, (rope, (keys, values), (far_keys, far_values)) in enumerate(zip(ropes, stored, wanted, strict=True)):
-        moved = rope.move(keys, near, there, length=len(ids), to_length=far + len(ids))
+        before, after = near.to(keys.device), there.to(keys.device)
+        moved = rope.move(keys, before, after, length=len(ids), to_length=far + len(ids))
         if _apart(moved, far_keys) > _bound(model):
             return f"keys that are moved to other positions are not those that layer {number} stores there"
         if _apart(values, far_values) > _bound(model):
@@ -179,8 +180,11 @@ def _blends(model: PreTrainedModel, ids: Tensor, chunks: list[ChunkKV], question
 
 
 def _bound(model: PreTrainedModel) -> float:
-    """Largest difference that rounding may make, relative to the largest number."""
-    return 1e-4 if torch.finfo(model.dtype).eps < 1e-5 else 5e-2
+    """Largest difference that rounding may make, relative to the largest number: it adds up from layer to layer."""
+    eps = torch.finfo(model.dtype).eps
+    return (
+        1e-4 if eps < 1e-5 else max(5e-2, 4 * eps * model.config.get_text_config(decoder=True).num_hidden_layers ** 0.5)
+    )
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:

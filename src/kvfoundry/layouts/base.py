@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfoundry.kernels.attention import AttentionKernel
+from kvfoundry.kernels.attention.remembering import Remembering
 from kvfoundry.visibility import WHOLE_PAST, Pattern, Visibility, WindowRule
 
 # Statistics that travel with the rows: name -> [batch, heads, rows] per stored head, or [batch, heads, rows, groups]
@@ -264,6 +265,11 @@ class Reading:
     sinks: Tensor | None = None
     rule: WindowRule = WHOLE_PAST
     unread_distance: int | None = None
+
+    def lse_of(self, query: Tensor) -> Tensor | None:
+        """Log-sum-exp of these queries' logits, base 2: [batch, query_heads, queries]; None where nobody kept it."""
+        kernel = self.kernel
+        return kernel.lse if isinstance(kernel, Remembering) and kernel.query is query else None
 
     def visibility(
         self, query_positions: Tensor, key_positions: Tensor, *, own: bool, complete: bool, appended: bool = False

@@ -48,7 +48,9 @@ class SharedPrompt(KVCache):
         self._was_read = False
         for number, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer):
-                layer.watch = partial(_lead, layers_at(number, self.caches))
+                followers = layers_at(number, self.caches)
+                layer.watch = partial(_lead, followers)
+                layer.sums_for_others = any(follower.sums_columns for follower in followers)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model. Refuses a second call."""
