@@ -26,6 +26,9 @@ def test_rows_are_those_of_the_reference(trailing, dtype, width: int, device: to
         module.gather(host, index, first, used, out)
         results.append(out)
     assert torch.equal(*results)
+    on_device = torch.full((2, 3, width, *trailing), 9, dtype=dtype, device=device)
+    fused.gather(host.to(device), index, first, used, on_device)
+    assert torch.equal(on_device, results[0])
     at = index - first[..., None]
     missed = (at < 0) | (at >= used[..., None])
     assert bool((results[0][missed] == 9).all())

@@ -1,6 +1,7 @@
 """Attention over part of the rows, with what it takes to join two parts: output and log-sum-exp."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -9,9 +10,15 @@ Half = tuple[Tensor, Tensor]
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `half` can read these: torch's kernels want one width of rows, in steps of eight."""
-    widths = {query.shape[-1], key.shape[-1], value.shape[-1]}
-    return len(widths) == 1 and query.shape[-1] % 8 == 0 and query.device.type in ("cpu", "cuda")
+    """Whether `half` can read these: torch's kernels want one width of rows, in steps of eight, up to 256."""
+    width, widths = query.shape[-1], {query.shape[-1], key.shape[-1], value.shape[-1]}
+    return len(widths) == 1 and width % 8 == 0 and width <= 256 and query.device.type in ("cpu", "cuda")
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether torch's flash kernel runs on a CUDA device: it wants Ampere or newer."""
+    return torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def half(
@@ -26,7 +33,7 @@ def half(
     if query.device.type == "cpu":
         kernel = aten._scaled_dot_product_flash_attention_for_cpu
         found = kernel(query, key, value, 0.0, causal, attn_mask=bias, scale=scaling)
-    elif bias is None and query.dtype in (torch.bfloat16, torch.float16):
+    elif bias is None and query.dtype in (torch.bfloat16, torch.float16) and _has_flash(query.device):
         kernel = aten._scaled_dot_product_flash_attention
         found = kernel(query, key, value, 0.0, causal, False, scale=scaling)
     else:

@@ -34,9 +34,9 @@ def _gather(host, index, first, used, out, width, room, WORDS: tl.constexpr, W: 
 
 
 def gather(host: Tensor, index: Tensor, first: Tensor, used: Tensor, out: Tensor) -> None:
-    """As `naive.gather`; host contiguous and pinned, first and used on the device of index and out."""
+    """As `naive.gather`; host contiguous, pinned or on the device; first and used on the device of index and out."""
     check_device(index, first, used, out)
-    if not interpreted() and not host.is_pinned():
+    if not interpreted() and not host.is_cuda and not host.is_pinned():
         raise KVFoundryError("a kernel can only read host memory that is pinned.")
     if not all(tensor.is_contiguous() for tensor in (host, index, first, used, out)):
         raise KVFoundryError("rows, numbers and results must be contiguous.")
