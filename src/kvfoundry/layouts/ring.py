@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Protocol
@@ -70,6 +70,7 @@ class Ring:
         self.sent = self.received = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._written: torch.cuda.Event | None = None
+        self._lent: list[tuple[torch.cuda.Event, list[Tensor]]] = []
         self._newest: dict[int, weakref.ref[Streamable]] = {}
         self._after: dict[int, int] = {}
         self._last: int | None = None
@@ -203,8 +204,26 @@ class Ring:
         if self._written is not None:
             torch.cuda.current_stream(self.device).wait_event(self._written)
 
+    def lend(self, tensors: Iterable[Tensor]) -> None:
+        """Keep host memory that a kernel on the current stream reads by itself until it has been read.
+
+        torch knows of its own copies from and to pinned memory, and not of such kernels.
+        """
+        if self._stream is None:
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        self._lent = [(read, lent) for read, lent in self._lent if not read.query()] + [(event, list(tensors))]
+
+    def __del__(self) -> None:
+        for read, _ in self._lent:
+            read.synchronize()
+
     def clear(self) -> None:
         """Give the buffers back."""
+        for read, _ in self._lent:
+            read.synchronize()
+        self._lent = []
         for slot in self.slots:
             self._release(slot)
         self._newest, self._after, self._last = {}, {}, None

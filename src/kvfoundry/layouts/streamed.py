@@ -337,6 +337,7 @@ class StreamedSlots:
     def at(self, index: Tensor) -> Tensor:
         """Rows `index` [batch, heads, n] of every head: [batch, heads, n, dim], zeros where it has none."""
         rows = self._part.at(index, self._tail, self._waiting)
+        self._ring.lend(self._part.tensors())
         self._ring.sent += rows.nbytes
         return rows
 

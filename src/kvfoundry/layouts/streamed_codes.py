@@ -125,6 +125,8 @@ class HostedSide(CodedSide):
         block_of = self.hosted.get((_BLOCK_OF, ""))
         blocks = index // self.codec.block if block_of is None else block_of.at(index).long().where(coded, -1)
         tables = {name: part.at(blocks) for (kind, name), part in self.hosted.items() if kind == _TABLES}
+        self.ring.lend(tensor for part in self.hosted.values() for tensor in part.tensors())
+        self.ring.sent += sum(part.nbytes for part in (*rows.values(), *tables.values()))
         fixed = {name: tensor[:, :, None] for name, tensor in self.fixed.items()}
         return self.codec.decode(rows, tables, fixed, positions.expand_as(slots), dtype)
 
