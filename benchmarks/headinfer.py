@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from decode import QUEST, TOLERANCE, Bench, Board, built, setting
+from decode import QUEST, Bench, Board, built, setting
 from record import OutOfTime
 from torch import Tensor
 
@@ -30,6 +30,8 @@ from kvfoundry.layouts import Layout
 
 RESULTS = Path(__file__).resolve().parent / "results" / "headinfer.json"
 STEPS, COMPARED = 16, 3
+# Logits of the same rows, relative to the norm of those with rows on the device.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True)
