@@ -72,7 +72,8 @@ def texts(split: Split, spec: str) -> list[Any]:
     found = kvfoundry.generate(
         split.model, build_tokenizer(), prompts, method=spec, max_new_tokens=6, prefill_chunk=16, details=True
     )
-    return [[each.token_ids, each.kept_rows, each.stored_bytes] for each in found]
+    streams = kvfoundry.Method.parse(spec).placement is not None  # through buffers, as often as there are devices
+    return [[each.token_ids, each.kept_rows, None if streams else each.stored_bytes] for each in found]
 
 
 def logits(split: Split, spec: str) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -131,8 +130,18 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storages behind the rows, positions and statistics of every layer; parked rows are apart."""
-        return storage_bytes(tensor for layer in self.attention_layers for tensor in layer.tensors())
+        """Bytes of all storages behind the rows, positions and statistics of every layer.
+
+        What a method keeps in host memory is apart (`host_nbytes`); the device buffers that it streams through count.
+        """
+        return storage_bytes(tensor for layer in self.attention_layers for tensor in layer.tensors()) + (
+            self.prompt.rings.nbytes
+        )
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of all host storages behind rows: those that are streamed from there (`headinfer`), and parked ones."""
+        return storage_bytes(tensor for layer in self.attention_layers for tensor in layer.host_tensors())
 
     @property
     def parked_nbytes(self) -> int:
@@ -193,12 +202,15 @@ class KVCache(Cache):
     def _parking_notes(self) -> list[str]:
         if any(layer.rests for layer in self.attention_layers):
             return [f"{self.method} rests since recall(): every row is on the device, and none is dropped."]
+        if self.method.placement is not None and self.host_nbytes:
+            return [f"{self.method}: rows are in host memory (host_nbytes) and stream through the device."]
         if self.parked_nbytes:
             return [f"{self.method}: dropped rows are still in host memory (parked_nbytes); recall() brings them back."]
         return []
 
     def _idle_notes(self) -> list[str]:
-        if (self.method.evicts or self.method.codec is not None) and not self._full_layers():
+        acts = self.method.evicts or self.method.codec is not None or self.method.placement is not None
+        if acts and not self._full_layers():
             return [f"{self.method} acts on no layer: all attention layers of this model have a window of their own."]
         if self.method.pairs is not None:
             if not self.pairs:
@@ -206,7 +218,8 @@ class KVCache(Cache):
             return far_apart(self.method, self.pairs[0].store)
         if self.method.evicts and not any(layer.evicts for layer in self.attention_layers):
             return [f"{self.method} acts on no layer: it skips all {len(self._full_layers())} full-attention layers."]
-        if self.method.read is not None and not self.method.evicts and self.method.codec is None:
+        everything = not self.method.evicts and self.method.codec is None and self.method.placement is None
+        if self.method.read is not None and everything:
             return [
                 f"{self.method} drops nothing: it reads fewer rows in decode, and memory is that of the full cache."
             ]
@@ -227,7 +240,7 @@ class KVCache(Cache):
         if len(self.attention_layers) != sum(not dummy for dummy in self._is_stateless()):
             raise CacheStateError("fork() is not available for models with recurrent-state layers; use copy.deepcopy.")
         twin = object.__new__(KVCache)
-        twin.method, twin.prompt = self.method, replace(self.prompt)
+        twin.method, twin.prompt = self.method, self.prompt.forked()
         layers = [layer.fork(twin.prompt) if isinstance(layer, CacheLayer) else layer for layer in self.layers]
         Cache.__init__(twin, layers=layers)
         store = self.pairs[0].store.fork() if self.pairs else None

@@ -157,6 +157,7 @@ class CacheLayer(LayerState):
         if self.pair is not None:
             self.pair.after(self, prompt_open=not self.prompt.ended(self.seen))
         self._code(query, positions)
+        self._place()
         if columns > 1:
             self.note_bytes()
 
@@ -237,6 +238,7 @@ class CacheLayer(LayerState):
         kept = self._acting.evicted(method, self.rows, evidence, self.budget_rows())
         if kept is not self.rows:
             self.rows, self.rows_lost_at, self._pages = kept, self.seen, None
+        self._place()
         self.note_bytes()
 
     def _store(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None) -> None:
@@ -281,6 +283,7 @@ class CacheLayer(LayerState):
             # The second reading went through spare slots: a layer that dropped nothing still holds their memory.
             self.rows = self._newest(self.rows.lengths)
         self._code()
+        self._place()
         self.note_bytes()
 
     def _code(self, query: Tensor | None = None, positions: Tensor | None = None) -> None:

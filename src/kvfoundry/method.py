@@ -18,6 +18,7 @@ from kvfoundry.codecs.base import RowsCodec
 from kvfoundry.codecs.minicache import LayerPairs
 from kvfoundry.codecs.rotation import Rotation
 from kvfoundry.errors import SpecError
+from kvfoundry.layouts.placement import Placement
 from kvfoundry.merging import Disposal
 from kvfoundry.reading import Reader
 from kvfoundry.selection.budgets import HeadBudget, LayerBudget, LayerSpread, ModelShape, UniformHeads
@@ -73,6 +74,7 @@ class Piece:
     pairs: LayerPairs | None = None
     codec: RowsCodec | None = None
     rotation: Rotation | None = None
+    placement: Placement | None = None
     protect: Protect | None = None
     schedule: Schedule | None = None
     granularity: Granularity | None = None
@@ -108,6 +110,7 @@ class Method:
     prefill: SparsePrefill | None = field(default=None, compare=False)
     pairs: LayerPairs | None = field(default=None, compare=False)
     codec: RowsCodec | None = field(default=None, compare=False)
+    placement: Placement | None = field(default=None, compare=False)
     protect: Protect = field(default=Protect(), compare=False)
     schedule: Schedule = field(default=Schedule(), compare=False)
     granularity: Granularity = field(default="kv_head", compare=False)

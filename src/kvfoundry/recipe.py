@@ -58,6 +58,7 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
     _check_parking(method)
     _check_codec(method)
     _check_prefill(method, claimed_by)
+    _check_placement(method)
     return method if method.budget is None else method.replace(budget=method.budget.holding(method.protect))
 
 
@@ -147,6 +148,19 @@ def _check_parking(method: Method) -> None:
         )
     if method.slot_positions:
         raise SpecError(f"{method}: slot positions move stored keys, so parked rows do not fit; use 'original'.")
+
+
+def _check_placement(method: Method) -> None:
+    """What is streamed must be rows, or codes of one size."""
+    if method.placement is None:
+        return
+    if method.pairs is not None:
+        raise SpecError(f"{method}: rows that two layers share are not streamed head by head; use one of them.")
+    if method.codec is not None and not method.codec.streams:
+        raise SpecError(
+            f"{method}: headinfer streams codes of one size per row, which this codec does not write; use kivi, int8, "
+            "int4, int2, fp8 or gear."
+        )
 
 
 def _codes(info: MethodInfo) -> bool:

@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-import kvfoundry
 from kvfoundry.cli import main
 from kvfoundry.cli.evaluation.playground import PlaygroundWords, specs
-from kvfoundry.errors import KVFoundryError
 from kvfoundry.evaluate.arms import expand_arms
 from kvfoundry.evaluate.results import META, RESULTS, read_lines
 from kvfoundry.registry import entry
@@ -83,17 +81,6 @@ def test_the_full_cache_stays_the_baseline_of_other_methods():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["headinfer"])
-def test_what_is_not_built_yet_says_so(name):
-    if name in kvfoundry.methods():
-        pytest.fail(f"{name} is built: take it out of registry._PLANNED and of the docs")
-    for spec in (name, name.title(), f"snapkv(budget=8)+{name}"):
-        with pytest.raises(KVFoundryError, match=f"{name} .* is not built yet"):
-            canonical([spec])
-    with pytest.raises(KVFoundryError, match="is not built yet"):
-        kvfoundry.Method.parse(name)
-
-
 def refused(name, message, *arguments):
     return pytest.param(arguments, message, id=name)
 
@@ -138,8 +125,6 @@ def refused(name, message, *arguments):
         refused("budget twice", "--budget and --max_capacity_prompts say the same",
                 "--budget", 64, "--max_capacity_prompts", 64),
         refused("backend", "unknown --attn_implementation 'flash'", "--attn_implementation", "flash"),
-        refused("not built", "headinfer (rows on the host, streamed head by head) is not built yet",
-                "--method", "headinfer"),
     ],
 )  # fmt: skip
 def test_what_could_change_nothing_is_one_line_and_exit_2(capsys, tmp_path, arguments, message):

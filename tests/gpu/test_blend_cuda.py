@@ -50,7 +50,7 @@ def test_the_last_tokens_of_a_text_see_all_of_it(queries: int, rows: int) -> Non
     query = torch.randn(2, 8, queries, 128, dtype=torch.bfloat16, device=DEVICE)
     key, value = torch.randn(2, 2, 2, rows, 128, dtype=torch.bfloat16, device=DEVICE)
     positions = torch.arange(rows, device=DEVICE).expand(2, rows)
-    visibility = Visibility(positions[:, rows - queries :], positions[:, None], "behind")
+    visibility = Visibility(positions[:, rows - queries :], positions[:, None], "appended")
     wanted = naive.attend(query.float(), key.float(), value.float(), visibility, scaling=0.1)
     found = sdpa.attend(query, key, value, visibility, scaling=0.1)
     torch.testing.assert_close(found.float(), wanted, rtol=0.0, atol=2e-2)

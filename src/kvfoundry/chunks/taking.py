@@ -37,7 +37,7 @@ def recorded(layer: CacheLayer, row: int, start: int) -> Record:
                 f"{layer.method} merges rows of two layers: read its passages alone and without a context in front."
             )
         return record_of_pair(layer.rows)
-    return Record.of(_passage(layer.rows, row, start), start)
+    return Record.of(_passage(layer.rows, row, start).fetched(), start)
 
 
 def _passage(rows: Layout, row: int, start: int) -> Layout:

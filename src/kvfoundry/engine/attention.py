@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +12,7 @@ from kvfoundry.engine.paging import Paging
 from kvfoundry.engine.replacing import Replacing
 from kvfoundry.engine.rows import StaticRows
 from kvfoundry.kernels.attention import sdpa
+from kvfoundry.kernels.available import without_triton
 from kvfoundry.kernels.coded_decode import naive as coded_naive
 from kvfoundry.kernels.page_selection import naive as select_naive
 from kvfoundry.kernels.paged_attention import naive as paged_naive
@@ -162,15 +162,6 @@ def _choice(step: Step, rows: StaticRows, replacing: Replacing) -> dict[str, Any
         "mean": replacing.mean,
         "normalize": replacing.normalize,
     }
-
-
-def without_triton(device: torch.device) -> str | None:
-    """Why the fused kernels cannot run on a device; None where they can."""
-    if device.type != "cuda":
-        return f"Triton needs a CUDA device, and the model is on {device.type}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install 'kvfoundry[kernels]')"
-    return None
 
 
 def kernels_for(device: torch.device) -> Kernels:

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from kvfoundry.cache import KVCache
 from kvfoundry.devices import is_spread
-from kvfoundry.engine.coded import codec_refusal, coded_refusal
 from kvfoundry.engine.paging import budget_refusal, reading_refusal
 from kvfoundry.engine.replacing import replaces, sinks_of
 from kvfoundry.engine.rows import Plan
@@ -19,6 +18,7 @@ from kvfoundry.layer import CacheLayer
 from kvfoundry.layouts import Layout
 from kvfoundry.layouts.coded import CodedRows
 from kvfoundry.layouts.dense import DenseRows
+from kvfoundry.layouts.kernel_codes import codec_refusal, coded_refusal
 from kvfoundry.method import Method
 from kvfoundry.reading.reader import PageReader
 from kvfoundry.selection.budgets import UniformHeads
@@ -65,6 +65,8 @@ def _layer_refusal(layer: Any) -> str | None:
     method = layer.method
     if method.pairs is not None:
         return f"{method} shares rows between layers"
+    if method.placement is not None:
+        return f"{method} streams its rows from the host"
     if method.codec is not None:
         reason = codec_refusal(method.codec)
         if reason is None and (method.read is not None or (layer.acts and method.schedule.every is not None)):

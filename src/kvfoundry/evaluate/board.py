@@ -40,7 +40,7 @@ def columns_of(lines: Iterable[Line]) -> list[Column]:
     tasks = list(dict.fromkeys(line["task"] for line in lines))
     several, parks = len(tasks) > 1, any(line.get("parked_bytes") for line in lines)
     sparse = any(line.get("prefill_share") is not None for line in lines)
-    parked = Column("parked_bytes", "parked MiB", "bytes of dropped rows in host memory, mean", "low", ".2f", MIB)
+    parked = Column("parked_bytes", "host MiB", "bytes of rows in host memory, mean", "low", ".2f", MIB)
     computed = Column(
         "prefill_share", "prompt attention", "computed share of the prompt's attention, mean", "low", ".1%"
     )

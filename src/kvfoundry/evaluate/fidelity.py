@@ -69,7 +69,7 @@ def force(
     read_prompt(model, tokenizer, cache, ids[:, :prefix], mask[:, :prefix], prefill_chunk)
     _wait(ids)
     prefix_seconds = time.perf_counter() - began
-    cost = (cache.nbytes, cache.peak_nbytes, cache.parked_nbytes)
+    cost = (cache.nbytes, cache.peak_nbytes, cache.host_nbytes)
     kept = kept_by_row(cache)
     resumed = time.perf_counter()
     logits = torch.cat(list(feed(model, cache, ids, mask, prefix, piece)), dim=1)

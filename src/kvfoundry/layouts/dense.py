@@ -51,7 +51,8 @@ class DenseRows(Layout):
         self._uneven: Tensor | None = None if bool((lengths == self._rows).all()) else lengths
         # True while the rows are exactly the tokens of one call: then the lower triangle is the mask.
         self._own_tokens = False
-        self._newest = 0  # rows of the last call, where it brought as many for every head
+        # The newest rows that came in one call of as many tokens for everybody; 0 where it was another.
+        self._came_together = 0
         self._shared = False
 
     @classmethod
@@ -124,7 +125,8 @@ class DenseRows(Layout):
             self._positions[:, :, old:rows] = -1
             self._scatter(keys, values, positions, lengths - self.lengths)
             self._uneven = None if bool((lengths == rows).all()) else lengths
-        self._rows, self._own_tokens, self._newest = rows, False, tokens if even else 0
+        self._rows, self._own_tokens = rows, False
+        self._came_together = tokens if counts is None else 0
         if self._columns:
             self._columns = {name: _padded(column, rows) for name, column in self._columns.items()}
         return self
@@ -209,6 +211,10 @@ class DenseRows(Layout):
         self._shared = twin._shared = True
         return twin
 
+    def ends_with(self, queries: int) -> bool:
+        """Whether the newest rows of every head are the tokens of a call with so many queries and no padding."""
+        return self._came_together == queries
+
     def tensors(self) -> Iterator[Tensor]:
         yield from (self._keys, self._values, self._positions, *self._columns.values())
 
@@ -220,9 +226,12 @@ class DenseRows(Layout):
     def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
         view = self.view()
         visibility = reading.visibility(
-            query_positions, view.positions, own=self._own_tokens, complete=self._uneven is None,
-            behind=query.shape[2] == self._newest,
-        )  # fmt: skip
+            query_positions,
+            view.positions,
+            own=self._own_tokens,
+            complete=self._uneven is None,
+            appended=self.ends_with(query.shape[2]),
+        )
         return reading.kernel(
             query,
             view.keys,

@@ -1,8 +1,7 @@
-"""Attention over two sets of rows, each by the kernel that suits it, joined by their log-sum-exp in float32."""
-
-from __future__ import annotations
+"""Attention over part of the rows, with what it takes to join two parts: output and log-sum-exp."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,49 +10,42 @@ Half = tuple[Tensor, Tensor]
 
 
 def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether these can be read so: torch's kernels want one width of rows, in steps of eight."""
-    widths = {query.shape[-1], key.shape[-1], value.shape[-1]}
-    return len(widths) == 1 and query.shape[-1] % 8 == 0 and query.device.type in ("cpu", "cuda")
+    """Whether `half` can read these: torch's kernels want one width of rows, in steps of eight, up to 256."""
+    width, widths = query.shape[-1], {query.shape[-1], key.shape[-1], value.shape[-1]}
+    return len(widths) == 1 and width % 8 == 0 and width <= 256 and query.device.type in ("cpu", "cuda")
 
 
-def behind(query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
-    """Attention of the last tokens of a text over all of it, on a GPU in half precision.
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether torch's flash kernel runs on a CUDA device: it wants Ampere or newer."""
+    return torch.cuda.get_device_capability(device)[0] >= 8
 
-    query: [batch, query_heads, queries, dim]; key, value: [batch, heads, rows, dim], the queries' own rows last. What
-    lies in front of them is read without a mask, in as many parts as keep the device busy.
+
+def half(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, *, causal: bool = False
+) -> Half:
+    """Output and log-sum-exp [batch, heads, queries] over these rows.
+
+    bias: [batch, heads, queries, rows] in aligned memory, or None. causal: the rows are the queries' own tokens.
     """
-    aten = torch.ops.aten
-    before = key.shape[2] - query.shape[2]
-    output, *found = aten._scaled_dot_product_flash_attention(
-        query, key[:, :, before:], value[:, :, before:], 0.0, True, False, scale=scaling
-    )
-    if not before:
-        return output
-    past = half(query, key[:, :, :before], value[:, :, :before], None, scaling)
-    own = output, found[0][..., : query.shape[2]]
-    return joined(past, own)[0].to(query.dtype)
-
-
-def half(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float) -> Half:
-    """Output and log-sum-exp [batch, heads, queries] over these rows."""
     aten = torch.ops.aten
     kernel: Callable[..., tuple[Tensor, ...]]
     if query.device.type == "cpu":
         kernel = aten._scaled_dot_product_flash_attention_for_cpu
-        found = kernel(query, key, value, 0.0, False, attn_mask=bias, scale=scaling)
-    elif bias is None and query.dtype in (torch.bfloat16, torch.float16):
+        found = kernel(query, key, value, 0.0, causal, attn_mask=bias, scale=scaling)
+    elif bias is None and query.dtype in (torch.bfloat16, torch.float16) and _has_flash(query.device):
         kernel = aten._scaled_dot_product_flash_attention
-        found = kernel(query, key, value, 0.0, False, False, scale=scaling)
+        found = kernel(query, key, value, 0.0, causal, False, scale=scaling)
     else:
         kernel = aten._scaled_dot_product_efficient_attention
-        found = kernel(query, key, value, bias, True, 0.0, False, scale=scaling)
+        found = kernel(query, key, value, bias, True, 0.0, causal, scale=scaling)
     return found[0], found[1][..., : query.shape[2]]  # some kernels round the number of queries up
 
 
 def joined(one: Half, other: Half) -> Half:
     """Attention over two sets of rows, from attention over each."""
     total = torch.logaddexp(one[1], other[1])
-    shares = ((half[1] - total).exp()[..., None] for half in (one, other))
-    output = sum(share * half[0].float() for share, half in zip(shares, (one, other), strict=True))
+    shares = ((lse - total).exp()[..., None] for _, lse in (one, other))
+    output = sum(share * part.float() for share, (part, _) in zip(shares, (one, other), strict=True))
     assert isinstance(output, Tensor)
     return output, total
