@@ -30,8 +30,9 @@ from kvfoundry.layouts import Layout
 
 RESULTS = Path(__file__).resolve().parent / "results" / "headinfer.json"
 STEPS, COMPARED = 16, 3
-# Logits of the same rows, relative to the norm of those with rows on the device.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+# Logits of the same rows, relative to the norm of those with rows on the device: in bfloat16 32 layers were measured to
+# round to 0.05, and to 0.08 over codes, where rows out of place give 1.4.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15}
 
 
 @dataclass(frozen=True)

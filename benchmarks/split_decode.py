@@ -40,8 +40,9 @@ from kvfoundry.layer_state import storage_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results" / "split_decode.json"
 ARMS = {"full": "fullkv", "snapkv": "snapkv(budget=0.1)", "kivi": "kivi(bits=2)", "adakv": "adakv(budget=0.1)"}
-# bfloat16 logits of the same rows read by two ways, relative to their norm
-TOLERANCE = 3e-2
+# bfloat16 logits of the same rows read by two ways, relative to their norm: 32 layers were measured to round to 0.05,
+# where rows out of place give 1.4
+TOLERANCE = 0.15
 WARM = 3
 
 
