@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds after which nothing new is begun")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(arms(1)), help="arms beside transformers")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--config", choices=["llama-3.1-8b", "tiny"], default="llama-3.1-8b")
     arguments = parser.parse_args()
@@ -88,10 +89,15 @@ def main() -> None:
     board.content["shape"] = {"config": arguments.config, "dtype": str(chosen.dtype), "tokens": arguments.tokens}
     bench = Bench(board, built(chosen.config, chosen.dtype, device), chosen, device)
     ids = bench.ids(1, arguments.tokens)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arms(arguments.tokens)}
+    specs = {
+        name: spec
+        for name, spec in arms(arguments.tokens).items()
+        if spec is None or name in (arguments.only or [name])
+    }
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
     try:
         for turn in range(arguments.rounds + 1):  # the first warms up
-            for name, spec in arms(arguments.tokens).items():
+            for name, spec in specs.items():
                 if turn > 1:
                     board.check_time()
                 one = read(bench, spec, ids)
@@ -104,7 +110,7 @@ def main() -> None:
         seconds = [one["seconds"] for one in rounds]
         board.content["figures"].append(
             {
-                "arm": name, "spec": arms(arguments.tokens)[name], "tokens": arguments.tokens,
+                "arm": name, "spec": specs[name], "tokens": arguments.tokens,
                 "seconds": statistics.median(seconds), "rounds": seconds,
                 "times_transformers": statistics.median(a / b for a, b in zip(seconds, plain, strict=False)),
                 "extra_bytes": max(one["extra_bytes"] for one in rounds), "stored_bytes": rounds[-1]["stored_bytes"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.cache_utils import Cache
 from kvfoundry import compat
 from kvfoundry.attention import attach, backend_of, family_of
 from kvfoundry.calibration import identity_of
+from kvfoundry.devices import input_device, layer_devices
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
 from kvfoundry.kernels.attention import backend
 from kvfoundry.layer import CacheLayer
@@ -66,6 +66,12 @@ class KVCache(Cache):
     def attention_layers(self) -> list[CacheLayer]:
         """The layers that hold rows."""
         return [layer for layer in self.layers if isinstance(layer, CacheLayer)]
+
+    def devices(self, model: PreTrainedModel) -> list[torch.device]:
+        """Where each of `attention_layers` computes, and so where its rows belong; several for a split model."""
+        places, default = layer_devices(model), input_device(model)
+        numbers = [number for number, layer in enumerate(self.layers) if isinstance(layer, CacheLayer)]
+        return [places.get(number, default) for number in numbers]
 
     def expect_prompt(self, tokens: int) -> None:
         """Announce a prompt of `tokens` columns that arrives in several calls: methods treat all of them as prompt.
@@ -124,8 +130,18 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all storages behind the rows, positions and statistics of every layer; parked rows are apart."""
-        return storage_bytes(tensor for layer in self.attention_layers for tensor in layer.tensors())
+        """Bytes of all storages behind the rows, positions and statistics of every layer.
+
+        What a method keeps in host memory is apart (`host_nbytes`); the device buffers that it streams through count.
+        """
+        return storage_bytes(tensor for layer in self.attention_layers for tensor in layer.tensors()) + (
+            self.prompt.rings.nbytes
+        )
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of all host storages behind rows: those that are streamed from there (`headinfer`), and parked ones."""
+        return storage_bytes(tensor for layer in self.attention_layers for tensor in layer.host_tensors())
 
     @property
     def parked_nbytes(self) -> int:
@@ -159,20 +175,42 @@ class KVCache(Cache):
         return float(torch.stack(shares).mean()) if shares else 1.0
 
     @property
+    def prefill_share(self) -> float | None:
+        """Attention of the prompt that was computed, as a share of what dense attention computes, in blocks over all
+        full-attention layers and heads; None where no method said what to leave out."""
+        return self.prompt.work.share
+
+    @property
     def notes(self) -> list[str]:
         """What a reader of results must know: methods that did not act, and why."""
         lost = self.prompt.losses.sentence(self.method)
-        return [*([] if lost is None else [lost]), *self._parking_notes(), *self._idle_notes()]
+        return [*([] if lost is None else [lost]), *self._prefill_notes(), *self._parking_notes(), *self._idle_notes()]
+
+    def _prefill_notes(self) -> list[str]:
+        if self.method.prefill is None or not self.seen_tokens:
+            return []
+        share = self.prefill_share
+        if share is None:
+            what = (
+                "read no prompt: it came from chunks" if self._full_layers() else "acts on no layer: all have windows"
+            )
+            return [f"{self.method} {what}."]
+        if share == 1:
+            return [f"{self.method} left nothing out: its patterns cover a prompt of this length."]
+        return [f"{self.method} computed {share:.1%} of the prompt's attention."]
 
     def _parking_notes(self) -> list[str]:
         if any(layer.rests for layer in self.attention_layers):
             return [f"{self.method} rests since recall(): every row is on the device, and none is dropped."]
+        if self.method.placement is not None and self.host_nbytes:
+            return [f"{self.method}: rows are in host memory (host_nbytes) and stream through the device."]
         if self.parked_nbytes:
             return [f"{self.method}: dropped rows are still in host memory (parked_nbytes); recall() brings them back."]
         return []
 
     def _idle_notes(self) -> list[str]:
-        if (self.method.evicts or self.method.codec is not None) and not self._full_layers():
+        acts = self.method.evicts or self.method.codec is not None or self.method.placement is not None
+        if acts and not self._full_layers():
             return [f"{self.method} acts on no layer: all attention layers of this model have a window of their own."]
         if self.method.pairs is not None:
             if not self.pairs:
@@ -180,7 +218,8 @@ class KVCache(Cache):
             return far_apart(self.method, self.pairs[0].store)
         if self.method.evicts and not any(layer.evicts for layer in self.attention_layers):
             return [f"{self.method} acts on no layer: it skips all {len(self._full_layers())} full-attention layers."]
-        if self.method.read is not None and not self.method.evicts and self.method.codec is None:
+        everything = not self.method.evicts and self.method.codec is None and self.method.placement is None
+        if self.method.read is not None and everything:
             return [
                 f"{self.method} drops nothing: it reads fewer rows in decode, and memory is that of the full cache."
             ]
@@ -201,7 +240,7 @@ class KVCache(Cache):
         if len(self.attention_layers) != sum(not dummy for dummy in self._is_stateless()):
             raise CacheStateError("fork() is not available for models with recurrent-state layers; use copy.deepcopy.")
         twin = object.__new__(KVCache)
-        twin.method, twin.prompt = self.method, replace(self.prompt)
+        twin.method, twin.prompt = self.method, self.prompt.forked()
         layers = [layer.fork(twin.prompt) if isinstance(layer, CacheLayer) else layer for layer in self.layers]
         Cache.__init__(twin, layers=layers)
         store = self.pairs[0].store.fork() if self.pairs else None

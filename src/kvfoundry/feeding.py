@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfoundry import compat
 from kvfoundry.cache import KVCache
+from kvfoundry.devices import input_device
 from kvfoundry.errors import DataError
 
 
@@ -32,12 +34,23 @@ def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int
         )
 
 
-def feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: KVCache, chunk: int, end: int) -> None:
-    """The columns that the cache has not seen yet, up to `end`, in pieces of `chunk`."""
+def feed(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: KVCache, chunk: int, end: int) -> None:
+    """The columns that the cache has not seen yet, up to `end`, in pieces of `chunk`.
+
+    ids: [batch, tokens], on the CPU or on the model's device: one piece at a time is taken there. mask: None where
+    nothing is padded; then a call needs memory for its own tokens alone, however long the prompt is.
+    """
+    device, real = input_device(model), cache.attention_layers[0].real
+    if mask is not None and bool(mask.all()) and (real is None or bool((real == cache.seen_tokens).all())):
+        mask = None
     for start in range(cache.seen_tokens, end, chunk):
         stop = min(start + chunk, end)
-        positions = (mask[:, :stop].cumsum(dim=1) - 1).clamp(min=0)[:, start:stop]
+        if mask is None:
+            padding, positions = None, torch.arange(start, stop, device=device).expand(ids.shape[0], -1)
+        else:
+            padding = mask[:, :stop].to(device)
+            positions = (padding.cumsum(dim=1) - 1).clamp(min=0)[:, start:stop]
         model(
-            ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions,
+            ids[:, start:stop].to(device), attention_mask=padding, position_ids=positions,
             use_cache=True, logits_to_keep=1, **{compat.CACHE_ARGUMENT: cache},
         )  # fmt: skip

@@ -32,14 +32,15 @@ if TYPE_CHECKING:
 class Generation:
     """One answer and its cost.
 
-    stored_bytes, peak_bytes: the cache's bytes after the prompt and at their largest, parked_bytes: what a parking
-    method holds in host memory besides, each divided by the rows of the batch; full_bytes: those of a full 16- or
-    32-bit cache of the same prompt. kept_rows, kept_share, kept_profile: the rows of this prompt that were held when
-    it ended, see `kvfoundry.kept.Kept`. Times are of the whole batch:
-    ttft_seconds until the first token (and the second pass of a method that has one), ms_per_token per decode step
-    after it (0 when there was none). reused_tokens, recomputed_tokens: of documents whose chunks were in the store, and
-    of the context that a blend computed again. store_report: hits by tier, reasons of misses, bytes and stalls of the
-    batch, see `kvfoundry.chunks.report.Report`.
+    stored_bytes, peak_bytes: the cache's bytes after the prompt and at their largest, parked_bytes: the rows that it
+    holds in host memory besides (dropped ones under park, all of them under headinfer), each divided by the rows of
+    the batch; full_bytes: those of a full 16- or 32-bit cache of the same prompt. kept_rows, kept_share,
+    kept_profile: the rows of this prompt that were held when it ended, see `kvfoundry.kept.Kept`. Times are of the
+    whole batch: ttft_seconds until the first token (and the second pass of a method that has one), ms_per_token per
+    decode step after it (0 when there was none). reused_tokens, recomputed_tokens: of documents whose chunks were
+    in the store, and of the context that a blend computed again. store_report: hits by tier, reasons of misses,
+    bytes and stalls of the batch, see `kvfoundry.chunks.report.Report`. prefill_share: attention of the batch's prompts
+    that was computed, see `KVCache.prefill_share`.
     """
 
     text: str
@@ -60,6 +61,7 @@ class Generation:
     reused_tokens: int = 0
     recomputed_tokens: int = 0
     store_report: dict[str, Any] | None = None
+    prefill_share: float | None = None
 
 
 def generate(
@@ -180,8 +182,7 @@ def prefill(
     cache = KVCache(model, method)
     if not cache.method.slot_positions:
         check_length(model, ids.shape[1], 0, "the document")
-    device = input_device(model)
-    read_prompt(model, tokenizer, cache, ids.to(device), mask.to(device), prefill_chunk)
+    read_prompt(model, tokenizer, cache, ids, mask, prefill_chunk)
     return cache
 
 
@@ -193,11 +194,15 @@ def read_prompt(
     mask: Tensor,
     prefill_chunk: int | None = None,
 ) -> None:
-    """Read a whole left-padded prompt [batch, tokens] into a fresh cache; its method has acted when this returns."""
+    """Read a whole left-padded prompt [batch, tokens] into a fresh cache; its method has acted when this returns.
+
+    ids, mask: on the CPU, or on the model's device.
+    """
     cache.expect_prompt(ids.shape[1])
     feed(model, ids, mask, cache, prefill_chunk or ids.shape[1], ids.shape[1])
     if cache.method.reconstructs is not None:
-        compress_by_reconstruction(model, tokenizer, cache, ids, mask)
+        device = input_device(model)
+        compress_by_reconstruction(model, tokenizer, cache, ids.to(device), mask.to(device))
 
 
 def encode(
@@ -247,13 +252,14 @@ class Held:
 
     stored: int
     peak: int
-    parked: int
+    on_host: int
     kept: list[Kept]
+    prefill_share: float | None
 
     @classmethod
     def by(cls, cache: KVCache) -> Held:
         """What this cache holds now."""
-        return cls(cache.nbytes, cache.peak_nbytes, cache.parked_nbytes, kept_by_row(cache))
+        return cls(cache.nbytes, cache.peak_nbytes, cache.host_nbytes, kept_by_row(cache), cache.prefill_share)
 
 
 class _Clock(StoppingCriteria):
@@ -408,7 +414,8 @@ def generations(
                 kept_rows=kept.rows,
                 kept_share=kept.share,
                 kept_profile=kept.profile,
-                parked_bytes=held.parked // len(answers),
+                parked_bytes=held.on_host // len(answers),
+                prefill_share=held.prefill_share,
                 **shared,
             )
         )

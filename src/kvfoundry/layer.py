@@ -19,7 +19,7 @@ from kvfoundry.layer_state import LayerState
 from kvfoundry.layouts import DenseRows
 from kvfoundry.layouts.base import Reading
 from kvfoundry.method import Method
-from kvfoundry.prompt_mask import PromptMask
+from kvfoundry.prompt_mask import PromptMask, Tokens
 from kvfoundry.reading import Reader
 from kvfoundry.selection.evidence import Evidence, Memo
 
@@ -124,7 +124,7 @@ class CacheLayer(LayerState):
         self._longest = self._longest + columns if tokens.counts is None else int(self.real.max())
         self._store(keys, values, tokens.positions, tokens.counts)
         assert self.rows is not None
-        output = self._read(query, tokens.positions, reading, in_prompt=in_prompt)
+        output = self._read(query, tokens, reading, in_prompt=in_prompt)
         if columns > 1:  # a single row cannot make a new peak that `peak_nbytes` of the cache would not see
             self.note_bytes()
         if self.watch is not None:
@@ -157,6 +157,7 @@ class CacheLayer(LayerState):
         if self.pair is not None:
             self.pair.after(self, prompt_open=not self.prompt.ended(self.seen))
         self._code(query, positions)
+        self._place()
         if columns > 1:
             self.note_bytes()
 
@@ -183,15 +184,22 @@ class CacheLayer(LayerState):
         if self._coding is not None:
             view = leader.rows.view()
             self._coding.enter(view.keys, view.values)
-        self.rows = leader.rows.shared()
+        self.rows, self.prompt.work = leader.rows.shared(), leader.prompt.work
         self._grant_reading(in_prompt=True)
         self.note_bytes()
         self._finish(query, positions, reading, module, own=True, in_prompt=in_prompt, columns=columns, memo=memo)
         self._halfway = False
 
-    def _read(self, query: Tensor, positions: Tensor, reading: Reading, *, in_prompt: bool) -> Tensor:
-        """Attend to all rows, or in decode to those that the method's reader picks."""
+    def _read(self, query: Tensor, tokens: Tokens, reading: Reading, *, in_prompt: bool) -> Tensor:
+        """Attend to all rows, or to those that the method's patterns pick in the prompt and its reader in decode."""
         assert self.rows is not None and self.real is not None
+        positions, prefill = tokens.positions, self.method.prefill
+        if in_prompt and prefill is not None and self.rule.span is None:
+            counts = torch.full_like(self.real, query.shape[2]) if tokens.counts is None else tokens.counts
+            output, self.prompt.work = prefill.attend(
+                self.rows, query, positions, counts, reading, self.layer_idx, self.prompt.work
+            )
+            return output
         reader = self._grant_reading(in_prompt=in_prompt)
         if reader is None or in_prompt or self.watch is not None:
             return self.rows.attend(query, positions, reading)
@@ -230,6 +238,7 @@ class CacheLayer(LayerState):
         kept = self._acting.evicted(method, self.rows, evidence, self.budget_rows())
         if kept is not self.rows:
             self.rows, self.rows_lost_at, self._pages = kept, self.seen, None
+        self._place()
         self.note_bytes()
 
     def _store(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor | None) -> None:
@@ -274,6 +283,7 @@ class CacheLayer(LayerState):
             # The second reading went through spare slots: a layer that dropped nothing still holds their memory.
             self.rows = self._newest(self.rows.lengths)
         self._code()
+        self._place()
         self.note_bytes()
 
     def _code(self, query: Tensor | None = None, positions: Tensor | None = None) -> None:

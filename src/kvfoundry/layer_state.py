@@ -136,6 +136,7 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
         self.is_initialized = True
         if self.acts:
             self._acting = Acting.joined([part._acting for part in parts])
+        self._place()
         self.note_bytes()
 
     @property
@@ -148,6 +149,13 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
         held = self.nbytes
         self.prompt.note(held - self._noted)
         self._noted = held
+
+    def _place(self) -> None:
+        """Let the method put the rows where they wait for the next call."""
+        if self.method.placement is None or self.rule.span is not None or self.rows is None:
+            return
+        expected = 0 if self.evicts else (self.prompt.tokens or 0)
+        self.rows = self.method.placement.placed(self.rows, self.prompt.rings, self.layer_idx, expected)
 
     def budget_rows(self) -> Tensor:
         """Rows per head that the method grants for the tokens seen: [batch], on the CPU."""
@@ -180,8 +188,13 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages that this layer keeps alive, without what it has parked on the host."""
+        """Bytes of the storages that this layer keeps alive, without what it has on the host or shares with others."""
         return storage_bytes(self.tensors())
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of the host storages of rows that are streamed from there, and of parked ones."""
+        return storage_bytes(self.host_tensors())
 
     @property
     def parked_nbytes(self) -> int:
@@ -205,6 +218,12 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
             yield from self._coding.tensors()
         if self._pages is not None:
             yield from self._pages.tensors()
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        """Every tensor on the host that holds rows: streamed ones, and parked ones."""
+        if self.rows is not None:
+            yield from self.rows.host_tensors()
+        yield from self.parked_tensors()
 
     def parked_tensors(self) -> Iterator[Tensor]:
         """Every tensor on the host that holds parked rows."""
@@ -264,6 +283,7 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
             self.rows = self._acting.recalled(self.rows, self.real, self._heads, acts_again=act_again)
             self.rows_lost_at, self._pages = 0, None
             self.reconstructed, self.rests = False, not act_again
+            self._place()
             self.note_bytes()
         if act_again:
             self.prompt.begin_anew(self.seen)
@@ -296,6 +316,7 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
             self.rows_lost_at = tokens
         if self.acts:
             self._acting.grant(self.budget_rows())
+        self._place()
         self.note_bytes()
 
     def begin_behind(self, tokens: int) -> None:
@@ -321,6 +342,7 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
         self.seen, self.real, self._longest = self.seen + tokens, self.real + tokens, self._longest + tokens
         if dropped:
             self.rows_lost_at = self.seen
+        self._place()
         self.note_bytes()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -328,6 +350,7 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
 
         Raises CacheStateError when rows of the remaining tokens are gone, so the state cannot be what it was.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a number on the device
         remaining = self.seen + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.seen)
         if remaining == self.seen or self.rows is None:
             return
@@ -363,6 +386,7 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
         if self._pages is not None:
             self._pages.truncate(kept)
         self._longest = int(real.max())
+        self._place()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Batch rows in the order `beam_idx` (beam search)."""
@@ -386,6 +410,7 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
         self._coding = None if self._coding is None else self._coding.selected(indices)
         self._read_budget = None if self._read_budget is None else self._read_budget[host]
         self._pages = None if self._pages is None else self._pages.selected(indices)
+        self._place()
 
     def fork(self, prompt: Prompt) -> Self:
         """An independent layer over the same memory; the first write on either side copies."""
@@ -408,6 +433,7 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
         twin.seen, twin.real, twin.rows_lost_at = self.seen, self.real, self.rows_lost_at
         twin._longest, twin._padded_to, twin._heads = self._longest, self._padded_to, self._heads
         twin.is_initialized, twin._noted = self.is_initialized, self._noted
+        twin._place()
         return twin
 
 

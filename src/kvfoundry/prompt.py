@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvfoundry.coding import Losses
+from kvfoundry.layouts.ring import Rings
+from kvfoundry.sparse_prefill.work import Work
 
 
 @dataclass
@@ -13,14 +15,17 @@ class Prompt:
 
     tokens: the column where the prompt ends, None until it is known; start: the column where it begins, above 0 when
     another text goes before it. losses: what the codec was measured to lose. nbytes, peak_nbytes: bytes that all layers
-    hold together, as each of them last noted, and the largest sum so far.
+    hold together, as each of them last noted, and the largest sum so far. work: what a sparse prompt computed. rings:
+    device buffers through which all layers stream rows that are on the host.
     """
 
     tokens: int | None = None
     start: int = 0
     losses: Losses = field(default_factory=Losses)
+    work: Work = field(default_factory=Work)
     nbytes: int = 0
     peak_nbytes: int = 0
+    rings: Rings = field(default_factory=Rings)
 
     def ended(self, seen: int) -> bool:
         """Whether all of the prompt is among the `seen` columns."""
@@ -45,8 +50,13 @@ class Prompt:
     def note(self, change: int) -> None:
         """A layer has grown by so many bytes."""
         self.nbytes += change
-        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes + self.rings.nbytes)
 
     def forget(self) -> None:
         """Back to an empty cache, after all layers have noted that they are empty."""
-        self.tokens, self.start, self.losses, self.peak_nbytes = None, 0, Losses(), 0
+        self.tokens, self.start, self.losses, self.work, self.peak_nbytes = None, 0, Losses(), Work(), 0
+        self.rings.clear()
+
+    def forked(self) -> Prompt:
+        """What the layers of a forked cache share: the same, and rings of their own."""
+        return replace(self, rings=Rings())

@@ -57,6 +57,8 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
     _check_pairs(method)
     _check_parking(method)
     _check_codec(method)
+    _check_prefill(method, claimed_by)
+    _check_placement(method)
     return method if method.budget is None else method.replace(budget=method.budget.holding(method.protect))
 
 
@@ -148,6 +150,19 @@ def _check_parking(method: Method) -> None:
         raise SpecError(f"{method}: slot positions move stored keys, so parked rows do not fit; use 'original'.")
 
 
+def _check_placement(method: Method) -> None:
+    """What is streamed must be rows, or codes of one size."""
+    if method.placement is None:
+        return
+    if method.pairs is not None:
+        raise SpecError(f"{method}: rows that two layers share are not streamed head by head; use one of them.")
+    if method.codec is not None and not method.codec.streams:
+        raise SpecError(
+            f"{method}: headinfer streams codes of one size per row, which this codec does not write; use kivi, int8, "
+            "int4, int2, fp8 or gear."
+        )
+
+
 def _codes(info: MethodInfo) -> bool:
     return info.kind == "piece" and set(info.axes) <= {"codec", "rotation"}
 
@@ -165,6 +180,16 @@ def _check_codec(method: Method) -> None:
         raise SpecError(
             f"{method}: merging in decode changes rows that are stored as codes; merge in the prompt alone, with "
             "+schedule(prefill='end')."
+        )
+
+
+def _check_prefill(method: Method, claimed_by: dict[str, str]) -> None:
+    """Sums of attention over all queries are those of dense attention, which a sparse prompt does not compute."""
+    if method.prefill is not None and method.score is not None and method.score.sums_columns:
+        raise SpecError(
+            f"{method}: {claimed_by['score']} adds up the attention of every query of the prompt, and "
+            f"{claimed_by['prefill']} does not compute all of it; use a score of the last queries, such as snapkv, or "
+            "one of them alone."
         )
 
 

@@ -38,12 +38,6 @@ class MethodInfo:
 
 REQUIRED = inspect.Parameter.empty
 
-# Names that people know from elsewhere and that are still to come.
-_PLANNED = {
-    "minference": "sparse attention in the prompt",
-    "headinfer": "rows on the host, streamed head by head",
-}
-
 _ENTRIES: dict[str, MethodInfo] = {}
 
 
@@ -98,10 +92,8 @@ def _import_methods() -> None:
 
 
 def entry(name: str) -> MethodInfo:
-    """The entry of a name; SpecError with the nearest names when there is none, or that it is still to come."""
+    """The entry of a name; SpecError with the nearest names when there is none."""
     known = entries()
-    if name not in known and name in _PLANNED:
-        raise SpecError(f"{name} ({_PLANNED[name]}) is not built yet; `kvfoundry methods` lists what is.")
     if name not in known:
         raise SpecError(unknown_name("method", name, known))
     return known[name]

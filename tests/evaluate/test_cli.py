@@ -102,7 +102,7 @@ def test_run_prints_the_answer_and_the_cost(call, model_folder):
 def test_run_says_what_is_parked_on_the_host(call, model_folder):
     arguments = ("run", "the roof began to leak", "--model", model_folder, "--max-new-tokens", 2, "--no-chat")
     status, _, err = call(*arguments, "--method", "snapkv(budget=3, window=2)+park()")
-    assert status == 0 and "MiB parked on the host" in err and "recall() brings them back" in err
+    assert status == 0 and "MiB in host memory" in err and "recall() brings them back" in err
     assert "parked" not in call(*arguments, "--method", "snapkv(budget=3, window=2)")[2]
 
 

@@ -4,17 +4,15 @@ import json
 
 import pytest
 
-import kvfoundry
 from kvfoundry.cli import main
 from kvfoundry.cli.evaluation.playground import PlaygroundWords, specs
-from kvfoundry.errors import KVFoundryError
 from kvfoundry.evaluate.arms import expand_arms
 from kvfoundry.evaluate.results import META, RESULTS, read_lines
 from kvfoundry.registry import entry
 
 NAMES = (
     "pyramidkv", "snapkv", "h2o", "streamingllm", "cam", "l2norm", "adakv", "headkv", "think", "quest", "nacl",
-    "scissorhands", "minicache", "fullkv",
+    "scissorhands", "minicache", "minference", "fullkv",
 )  # fmt: skip
 
 
@@ -46,6 +44,7 @@ def canonical(methods, **flags):
         ("l2norm", {"max_capacity_prompts": 64, "merge": "weighted"},
          "l2norm(budget=64)+weighted_merge(form='neighbour')"),
         ("minicache", {"max_capacity_prompts": 64}, "minicache"),
+        ("MInference", {"max_capacity_prompts": 64}, "minference"),
         ("fullkv", {"quant_method": "kivi"}, "kivi"),
         ("fullkv", {"quant_method": "kivi", "nbits": 4, "q_group_size": 64}, "kivi(bits=4, group=64)"),
         ("fullkv", {"quant_method": "kivi", "axis_key": 1, "axis_value": 0}, "kivi"),
@@ -80,17 +79,6 @@ def test_the_full_cache_stays_the_baseline_of_other_methods():
     assert canonical(["fullkv", "snapkv"], max_capacity_prompts=64, quant_method="kivi") == [
         "kivi", "snapkv(budget=64)+kivi",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["minference", "headinfer"])
-def test_what_is_not_built_yet_says_so(name):
-    if name in kvfoundry.methods():
-        pytest.fail(f"{name} is built: take it out of registry._PLANNED and of the docs")
-    for spec in (name, name.title(), f"snapkv(budget=8)+{name}"):
-        with pytest.raises(KVFoundryError, match=f"{name} .* is not built yet"):
-            canonical([spec])
-    with pytest.raises(KVFoundryError, match="is not built yet"):
-        kvfoundry.Method.parse(name)
 
 
 def refused(name, message, *arguments):
@@ -137,7 +125,6 @@ def refused(name, message, *arguments):
         refused("budget twice", "--budget and --max_capacity_prompts say the same",
                 "--budget", 64, "--max_capacity_prompts", 64),
         refused("backend", "unknown --attn_implementation 'flash'", "--attn_implementation", "flash"),
-        refused("not built", "minference (sparse attention in the prompt) is not built yet", "--method", "minference"),
     ],
 )  # fmt: skip
 def test_what_could_change_nothing_is_one_line_and_exit_2(capsys, tmp_path, arguments, message):

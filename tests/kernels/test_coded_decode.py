@@ -80,6 +80,12 @@ def test_keys_per_channel_values_per_token(device: torch.device, bits: int, dim:
     check(device, lambda rows: per_channel(rows, bits), lambda rows: per_token(rows, bits), dim=dim)
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_groups_smaller_than_a_tile(device: torch.device, size: int) -> None:
+    check(device, lambda rows: per_channel(rows, 4, size), lambda rows: per_token(rows, 4))
+    check(device, lambda rows: per_token(rows, 4), lambda rows: per_channel(rows, 2, size), coded=((44, 0), (16, 32)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_dtypes(device: torch.device, dtype: torch.dtype, bits: int) -> None:

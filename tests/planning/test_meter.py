@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import _COMMON, EVICTABLE, FAMILIES, random_ids
+from tiny_models import _COMMON, EVICTABLE, FAMILIES, KV_HEADS, random_ids
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 import kvfoundry
@@ -86,6 +86,19 @@ def test_parked_rows_are_counted_apart(tiny_model):
     assert cache.parked_nbytes > 0
     assert size.parked == pytest.approx(cache.parked_nbytes, rel=0.02)
     assert size.stored == pytest.approx(cache.nbytes, rel=0.02)
+
+
+@pytest.mark.parametrize("spec", ["headinfer()", "headinfer()+int8", "snapkv(budget=200)+headinfer()"])
+def test_streamed_rows_are_on_the_host_and_a_few_heads_on_the_device(spec, tiny_model):
+    model = tiny_model("llama")
+    cache, size = measured(model, spec, TOKENS), Meter(model, spec, torch.float32).size(TOKENS)
+    hosted = [layer.rows.hosted_nbytes for layer in cache.attention_layers if layer.rows is not None]
+    assert size.parked == pytest.approx(sum(hosted), rel=0.02) and 0 < size.parked <= cache.host_nbytes
+    assert size.stored == pytest.approx(cache.nbytes, rel=0.02, abs=200)
+    with torch.inference_mode():
+        model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
+    assert size.peak >= size.stored + 3 * hosted[0] // KV_HEADS
+    assert cache.prompt.rings.nbytes == pytest.approx(3 * hosted[0] / KV_HEADS, rel=0.4)
 
 
 @pytest.mark.parametrize("scope", ["model", "head"])

@@ -80,7 +80,7 @@ def _describe(label: str, candidate: "Candidate") -> None:
         f"{max(candidate.loss or 0.0, 0.0):.1%} lost{against}"
     )
     pace = "" if candidate.ms_per_token is None else f", {candidate.ms_per_token:.1f} ms per token"
-    parked = f", and parks {candidate.parked_bytes / MIB:.2f} MiB on the host" if candidate.parked_bytes else ""
+    parked = f", and has {candidate.parked_bytes / MIB:.2f} MiB in host memory" if candidate.parked_bytes else ""
     typer.echo(
         f"          stores at most {candidate.stored_bytes / MIB:.2f} MiB a prompt, "
         f"{candidate.stored_share:.1%} of the full cache{parked}{pace}"

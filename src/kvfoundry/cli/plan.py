@@ -144,7 +144,7 @@ def _print(made: "Plan") -> None:
     if made.positions is not None:
         console.print(Text(f"* all {_count(made.positions)} positions of the model"))
     for line in made.methods:
-        parked = [f"{size(line.parked_bytes)} parked on the host"] if line.parked_bytes else []
+        parked = [f"{size(line.parked_bytes)} in host memory"] if line.parked_bytes else []
         for remark in (*parked, *line.remarks):
             console.print(Text(f"{line.method}: {remark}."))
     for name, reason in made.left_out.items():

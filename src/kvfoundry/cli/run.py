@@ -93,7 +93,7 @@ def run(
             typer.secho(
                 f"{generation.prompt_tokens} + {generation.new_tokens} tokens, "
                 f"cache {generation.stored_bytes / MIB:.2f} MiB ({generation.kept_share:.0%} of the rows kept), "
-                + (f"{generation.parked_bytes / MIB:.2f} MiB parked on the host, " if generation.parked_bytes else "")
+                + (f"{generation.parked_bytes / MIB:.2f} MiB in host memory, " if generation.parked_bytes else "")
                 + f"{generation.seconds:.1f} s",
                 dim=True,
                 err=True,

@@ -106,6 +106,11 @@ class Codec(ABC):
         """Whether `at` needs the RoPE of the model."""
         return False
 
+    @property
+    def sets_aside(self) -> bool:
+        """Whether `encode` gives sparse numbers, so that rows take different room."""
+        return False
+
     def fitted(self, shape: ModelShape) -> Codec:
         """The codec for this model; SpecError when it was calibrated on another. Called when a cache is built."""
         return self
@@ -149,6 +154,11 @@ class RowsCodec(ABC):
     """The codec axis of a method: how the rows of a layer are stored once they may be. Frozen, without state."""
 
     readable_by_pages = True
+
+    @property
+    def streams(self) -> bool:
+        """Whether the rows that `store` gives can live on the host and be read piece by piece."""
+        return False
 
     @property
     @abstractmethod
@@ -214,6 +224,11 @@ class KVCodec(RowsCodec):
     def needs_rope(self) -> bool:
         """Whether one of the sides works with the RoPE of the model."""
         return self.keys.needs_rope or self.values.needs_rope
+
+    @property
+    def streams(self) -> bool:
+        """Whether every row takes the same room on both sides."""
+        return not (self.keys.sets_aside or self.values.sets_aside)
 
     @property
     def remedy(self) -> str:

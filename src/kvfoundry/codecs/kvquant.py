@@ -203,6 +203,10 @@ class KVQuantKeys(_KVQuant):
     def needs_rope(self) -> bool:
         return True
 
+    @property
+    def sets_aside(self) -> bool:
+        return True
+
     def at(self, site: Site) -> Codec:
         if site.rope is not None and site.rope.depends_on_length:
             raise UnsupportedModelError(

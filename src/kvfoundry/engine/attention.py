@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +12,7 @@ from kvfoundry.engine.paging import Paging
 from kvfoundry.engine.replacing import Replacing
 from kvfoundry.engine.rows import StaticRows
 from kvfoundry.kernels.attention import sdpa
+from kvfoundry.kernels.available import without_triton
 from kvfoundry.kernels.coded_decode import naive as coded_naive
 from kvfoundry.kernels.page_selection import naive as select_naive
 from kvfoundry.kernels.paged_attention import naive as paged_naive
@@ -127,11 +127,12 @@ def _read_pages(selection: Any, attention: Any, step: Step, rows: StaticRows, pa
     selection.extend_bounds(paging.low, paging.high, key, rows.lengths, page=page)
     bounds = query, paging.low, paging.high, rows.lengths
     table, counts = selection.select(*bounds, page=page, budget=paging.budget, group=paging.group)
-    fixed = {"counts": counts} if attention is not paged_naive else {}
+    real = (
+        {"real": torch.ones_like(step.position, dtype=torch.bool)} if attention is paged_naive else {"counts": counts}
+    )
     output: Tensor = attention.attend(
         query, rows.keys, rows.values, table, rows.starts, rows.lengths, page,
-        torch.ones_like(step.position, dtype=torch.bool),
-        scaling=step.scaling, softcap=step.softcap, sinks=step.sinks, **fixed,
+        scaling=step.scaling, softcap=step.softcap, sinks=step.sinks, **real,
     )  # fmt: skip
     return output[:, :, None]
 
@@ -161,15 +162,6 @@ def _choice(step: Step, rows: StaticRows, replacing: Replacing) -> dict[str, Any
         "mean": replacing.mean,
         "normalize": replacing.normalize,
     }
-
-
-def without_triton(device: torch.device) -> str | None:
-    """Why the fused kernels cannot run on a device; None where they can."""
-    if device.type != "cuda":
-        return f"Triton needs a CUDA device, and the model is on {device.type}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed (pip install 'kvfoundry[kernels]')"
-    return None
 
 
 def kernels_for(device: torch.device) -> Kernels:

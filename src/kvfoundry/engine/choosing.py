@@ -13,11 +13,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from kvfoundry.cache import KVCache
-from kvfoundry.engine.attention import without_triton
 from kvfoundry.engine.decoding import decoder
 from kvfoundry.engine.engine import DecodeEngine
 from kvfoundry.engine.serving import refusal
 from kvfoundry.errors import KVFoundryError
+from kvfoundry.kernels.available import without_triton
 
 
 class Decoding(NamedTuple):

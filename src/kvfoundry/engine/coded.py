@@ -14,42 +14,15 @@ import torch
 from torch import Tensor
 
 from kvfoundry.codecs.base import Codec, KVCodec, Parts
-from kvfoundry.codecs.fp8 import Float8
-from kvfoundry.codecs.groups import PerChannel, PerToken
+from kvfoundry.codecs.groups import PerChannel
 from kvfoundry.codecs.rotation import rotation_matrix
 from kvfoundry.engine.rows import Plan, StaticRows
 from kvfoundry.kernels.coded_decode import Codes
 from kvfoundry.kernels.encode_rows.naive import write
 from kvfoundry.layouts.base import Stretches
 from kvfoundry.layouts.coded import CodedRows
+from kvfoundry.layouts.kernel_codes import along_tokens, codes_of
 from kvfoundry.layouts.side import CodedSide
-
-_KINDS = (PerChannel, PerToken, Float8)
-
-
-def codec_refusal(codec: object) -> str | None:
-    """Why codes of this kind cannot be read in a step of fixed shape; None where they can."""
-    if not isinstance(codec, KVCodec) or not isinstance(codec.keys, _KINDS) or not isinstance(codec.values, _KINDS):
-        return "stores rows in a form that no kernel of the engine reads"
-    if (codec.keys.residual, codec.keys.stride) != (codec.values.residual, codec.values.stride):
-        return "writes keys and values down at different times"
-    for side in (codec.keys, codec.values):
-        group = side.group or 1
-        if group & (group - 1):
-            return f"has groups of {group}, which is no power of two"
-        if not isinstance(side, Float8) and side.bits not in (1, 2, 4, 8):
-            return f"stores codes of {side.bits} bits"
-    return None
-
-
-def coded_refusal(rows: CodedRows) -> str | None:
-    """Why these rows cannot move into static codes; None where they can."""
-    keys, values = rows.keys, rows.values
-    if not torch.equal(keys.counts, values.counts) or bool((keys.firsts + values.firsts).any()):
-        return "has keys and values of different rows in codes"
-    if keys.block_of is not None or values.block_of is not None:
-        return "has groups of tokens that have lost some"
-    return None
 
 
 def tail_plan(rows: CodedRows) -> Plan:
@@ -166,13 +139,11 @@ def _grouped(codec: KVCodec) -> Iterator[PerChannel]:
 
 
 def _buffers(codec: Codec, side: CodedSide, shape: tuple[int, ...]) -> Codes:
-    assert isinstance(codec, _KINDS)
     *heads, capacity = shape
-    along_tokens = isinstance(codec, PerChannel)
     # nothing may be written down yet, so the codec is asked what it would write
     blocks = side.tail.new_zeros(1, codec.block, side.tail.shape[3])
     written = codec.encode(blocks, torch.zeros(blocks.shape[:2], device=blocks.device), {})
-    parts: Parts = written.tables if along_tokens else written.rows
+    parts: Parts = written.tables if along_tokens(codec) else written.rows
     entries = capacity // codec.block
 
     def like(name: str) -> Tensor | None:
@@ -182,16 +153,7 @@ def _buffers(codec: Codec, side: CodedSide, shape: tuple[int, ...]) -> Codes:
     scale = like("scale")
     assert scale is not None
     codes = written.rows["codes"]
-    return Codes(
-        codes.new_zeros(*heads, capacity, codes.shape[-1]),
-        scale,
-        like("minimum"),
-        8 if isinstance(codec, Float8) else codec.bits,
-        codec.group or codec.dim,
-        "tokens" if along_tokens else "channels",
-        "float8" if isinstance(codec, Float8) else codec.mode,
-        codec.dim,
-    )
+    return codes_of(codec, codes.new_zeros(*heads, capacity, codes.shape[-1]), scale, like("minimum"))
 
 
 def _copy(codes: Codes, side: CodedSide) -> None:

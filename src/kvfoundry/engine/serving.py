@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfoundry.cache import KVCache
-from kvfoundry.engine.coded import codec_refusal, coded_refusal
+from kvfoundry.devices import is_spread
 from kvfoundry.engine.paging import budget_refusal, reading_refusal
 from kvfoundry.engine.replacing import replaces, sinks_of
 from kvfoundry.engine.rows import Plan
@@ -18,6 +18,7 @@ from kvfoundry.layer import CacheLayer
 from kvfoundry.layouts import Layout
 from kvfoundry.layouts.coded import CodedRows
 from kvfoundry.layouts.dense import DenseRows
+from kvfoundry.layouts.kernel_codes import codec_refusal, coded_refusal
 from kvfoundry.method import Method
 from kvfoundry.reading.reader import PageReader
 from kvfoundry.selection.budgets import UniformHeads
@@ -38,7 +39,7 @@ def _model_refusal(model: PreTrainedModel) -> str | None:
         return "the model takes no position_ids"
     if model.config.get_text_config(decoder=True) is not model.config:
         return "the model is one of several kinds of input"
-    if len(set((getattr(model, "hf_device_map", None) or {"": 0}).values())) > 1:
+    if is_spread(model):
         return "the model is spread over several devices"
     kinds = {_rope_kind(module) for module in model.modules()}
     changing = sorted(kind for kind in kinds if "dynamic" in kind or kind == "longrope")
@@ -64,6 +65,8 @@ def _layer_refusal(layer: Any) -> str | None:
     method = layer.method
     if method.pairs is not None:
         return f"{method} shares rows between layers"
+    if method.placement is not None:
+        return f"{method} streams its rows from the host"
     if method.codec is not None:
         reason = codec_refusal(method.codec)
         if reason is None and (method.read is not None or (layer.acts and method.schedule.every is not None)):

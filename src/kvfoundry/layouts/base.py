@@ -233,6 +233,19 @@ class Layout(ABC):
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that holds memory for the rows."""
 
+    @property
+    def hosted_nbytes(self) -> int:
+        """Bytes of the rows that are on the host, without the room for others beside them."""
+        return 0
+
+    def host_tensors(self) -> Iterator[Tensor]:
+        """Every tensor on the host that holds memory for rows which are read on another device."""
+        return iter(())
+
+    def fetched(self) -> Layout:
+        """The rows where they are computed, whatever their placement."""
+        return self
+
     @abstractmethod
     def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
         """Attention of the newest queries over the rows: [batch, query_heads, queries, value_dim].
@@ -258,10 +271,13 @@ class Reading:
         kernel = self.kernel
         return kernel.lse if isinstance(kernel, Remembering) and kernel.query is query else None
 
-    def visibility(self, query_positions: Tensor, key_positions: Tensor, *, own: bool, complete: bool) -> Visibility:
+    def visibility(
+        self, query_positions: Tensor, key_positions: Tensor, *, own: bool, complete: bool, appended: bool = False
+    ) -> Visibility:
         """The mask of one call, in its cheapest form.
 
-        own: the rows are exactly the queries' own tokens. complete: no head has padding behind its rows.
+        own: the rows are exactly the queries' own tokens. complete: no head has padding behind its rows. appended: the
+        last rows of every head are the queries' own tokens, none of them padding.
         """
         queries, rows = query_positions.shape[1], key_positions.shape[2]
         reaches_all = self.rule.span is None or rows <= self.rule.span
@@ -272,6 +288,8 @@ class Reading:
             pattern = "causal"
         elif queries == 1 and complete and self.rule.span is None:
             pattern = "full"
+        elif appended and complete and self.rule.span is None:
+            pattern = "appended"
         else:
             pattern = "masked"
         return Visibility(query_positions, key_positions, pattern, self.rule, self.unread_distance)

@@ -51,6 +51,8 @@ class DenseRows(Layout):
         self._uneven: Tensor | None = None if bool((lengths == self._rows).all()) else lengths
         # True while the rows are exactly the tokens of one call: then the lower triangle is the mask.
         self._own_tokens = False
+        # The newest rows that came in one call of as many tokens for everybody; 0 where it was another.
+        self._came_together = 0
         self._shared = False
 
     @classmethod
@@ -124,6 +126,7 @@ class DenseRows(Layout):
             self._scatter(keys, values, positions, lengths - self.lengths)
             self._uneven = None if bool((lengths == rows).all()) else lengths
         self._rows, self._own_tokens = rows, False
+        self._came_together = tokens if counts is None else 0
         if self._columns:
             self._columns = {name: _padded(column, rows) for name, column in self._columns.items()}
         return self
@@ -208,6 +211,10 @@ class DenseRows(Layout):
         self._shared = twin._shared = True
         return twin
 
+    def ends_with(self, queries: int) -> bool:
+        """Whether the newest rows of every head are the tokens of a call with so many queries and no padding."""
+        return self._came_together == queries
+
     def tensors(self) -> Iterator[Tensor]:
         yield from (self._keys, self._values, self._positions, *self._columns.values())
 
@@ -219,7 +226,11 @@ class DenseRows(Layout):
     def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
         view = self.view()
         visibility = reading.visibility(
-            query_positions, view.positions, own=self._own_tokens, complete=self._uneven is None
+            query_positions,
+            view.positions,
+            own=self._own_tokens,
+            complete=self._uneven is None,
+            appended=self.ends_with(query.shape[2]),
         )
         return reading.kernel(
             query,

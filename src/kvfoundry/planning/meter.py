@@ -23,6 +23,8 @@ from kvfoundry.codecs.think import KeyChannels
 from kvfoundry.layer import CacheLayer
 from kvfoundry.layer_state import ROLLBACK, storage_bytes
 from kvfoundry.layouts import DenseRows
+from kvfoundry.layouts.placement import HeadStreaming
+from kvfoundry.layouts.ring import SLOTS
 from kvfoundry.method import Method
 from kvfoundry.planning.geometry import LayerGeometry, geometry
 from kvfoundry.rope import Rope
@@ -45,9 +47,10 @@ _PAIR_STEP = 400
 class Size:
     """Bytes of one sequence after its prompt.
 
-    stored: what `KVCache.nbytes` will be; parked: on the host (`parked_nbytes`); peak: while the prompt is read in one
-    piece, one layer at a time before its rows are dropped or coded. rows: kept per KV head and layer, on average over
-    the full-attention layers.
+    stored: what `KVCache.nbytes` will be; parked: rows on the host (`host_nbytes`, less the room for further ones that
+    streamed rows have there); peak: while the prompt is read in one piece, one layer at a time before its rows are
+    dropped, coded or moved, or in decode with the buffers that rows stream through. rows: kept per KV head and
+    layer, on average over the full-attention layers.
     """
 
     stored: int
@@ -122,7 +125,7 @@ class Meter:
         self.method, self.dtype = Method.parse(method), dtype
         self._geometry = geometry(model)
         self._cache = _TrialCache(model, _tried(self.method))
-        self._seen: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._seen: dict[tuple[Any, ...], tuple[int, int, int]] = {}
         self._units = self._grouped()
 
     def _grouped(self) -> list[tuple[int, ...]]:
@@ -136,22 +139,32 @@ class Meter:
         stored = parked = peak = 0
         kept: list[int] = []
         twice = self.method.reconstructs is not None  # then full layers hold the whole prompt until the second reading
-        waiting = 0
+        waiting = largest = 0
         for unit in self._units:
             rows = [self._rows(i, tokens) for i in unit]
             whole = sum(self._whole(self._geometry[i], tokens) for i in unit)
-            held, aside = self._unit_bytes(unit, tokens, rows[0])
+            held, aside, streamed = self._unit_bytes(unit, tokens, rows[0])
+            largest = max(largest, self._unit_of_a_ring(unit[0], streamed))
             full = self._geometry[unit[0]].rule.span is None
             peak = max(peak, waiting + whole)
-            stored, parked = stored + held, parked + aside
+            stored, parked = stored + held, parked + aside + streamed
             waiting += whole if twice and full else held
             kept += rows if full else []
-        peak = max(peak, stored)
+        peak = max(peak, stored + SLOTS * largest)
         return Size(stored, parked, peak, sum(kept) / len(kept) if kept else 0.0)
+
+    def _unit_of_a_ring(self, i: int, streamed: int) -> int:
+        """Bytes of the heads that are copied together, of a layer with so many bytes on the host."""
+        group = self.method.placement.group if isinstance(self.method.placement, HeadStreaming) else 1
+        return -(-streamed * min(group, self._geometry[i].kv_heads) // self._geometry[i].kv_heads)
 
     def chunk_bytes(self, tokens: int) -> int:
         """Bytes of the chunk of a passage of `tokens` tokens, read alone: windows keep every row of a chunk."""
-        return sum(self._unit_bytes(unit, tokens, self._rows(unit[0], tokens, chunk=True))[0] for unit in self._units)
+        total = 0
+        for unit in self._units:
+            stored, _, streamed = self._unit_bytes(unit, tokens, self._rows(unit[0], tokens, chunk=True))
+            total += stored + streamed
+        return total
 
     def _layer(self, i: int) -> CacheLayer:
         layer = self._cache.layers[i]
@@ -171,18 +184,19 @@ class Meter:
         assert isinstance(budget, _Granted)
         return min(tokens, int(budget.inner.rows(torch.tensor([tokens]), layer.layer_idx, layer.num_layers)[0]))
 
-    def _unit_bytes(self, unit: tuple[int, ...], tokens: int, rows: int) -> tuple[int, int]:
-        """Bytes stored and parked by the layers of a unit that keep `rows` of `tokens` tokens."""
+    def _unit_bytes(self, unit: tuple[int, ...], tokens: int, rows: int) -> tuple[int, int, int]:
+        """Bytes stored, parked and streamed by the layers of a unit that keep `rows` of `tokens` tokens."""
         step, least = self._line(unit)
         far, lost = tokens > _NARROW, rows < tokens
         if rows < least + 2 * step:
-            stored, parked = self._tried(unit, rows, lost, far)
+            stored, parked, streamed = self._tried(unit, rows, lost, far)
         else:
             first = least + (rows - least) % step
-            (low, parked), (high, _) = (self._tried(unit, n, lost, far) for n in (first, first + step))
-            stored = low + (rows - first) // step * (high - low)
+            (low, parked, small), (high, _, large) = (self._tried(unit, n, lost, far) for n in (first, first + step))
+            steps = (rows - first) // step
+            stored, streamed = low + steps * (high - low), small + steps * (large - small)
         dropped = tokens - rows
-        return stored, round(parked / _DROPPED * dropped) if lost and parked else 0
+        return stored, round(parked / _DROPPED * dropped) if lost and parked else 0, streamed
 
     def _line(self, unit: tuple[int, ...]) -> tuple[int, int]:
         """Rows between two trials, and the smallest number of rows from which bytes grow evenly."""
@@ -195,15 +209,15 @@ class Meter:
         needed = protect.sinks + protect.recent + (0 if score is None else score.window) if layer.evicts else 0
         return _step(codec), max(_TRIAL, _waiting(codec), needed)
 
-    def _tried(self, unit: tuple[int, ...], rows: int, lost: bool, far: bool) -> tuple[int, int]:
+    def _tried(self, unit: tuple[int, ...], rows: int, lost: bool, far: bool) -> tuple[int, int, int]:
         key = (tuple((self._geometry[i], self._layer(i).evicts) for i in unit), rows, lost, far)
         if key not in self._seen:
             self._seen[key] = self._trial(unit, rows, lost, far)
         return self._seen[key]
 
     @torch.inference_mode()
-    def _trial(self, unit: tuple[int, ...], rows: int, lost: bool, far: bool) -> tuple[int, int]:
-        """Bytes stored and parked when the layers keep `rows` rows.
+    def _trial(self, unit: tuple[int, ...], rows: int, lost: bool, far: bool) -> tuple[int, int, int]:
+        """Bytes stored, parked and streamed when the layers keep `rows` rows.
 
         lost: others are dropped at the end of the prompt; far: the text before it is so long that positions are wide.
         """
@@ -235,6 +249,7 @@ class Meter:
         sizes = (
             storage_bytes(tensor for layer in layers for tensor in layer.tensors()),
             storage_bytes(tensor for layer in layers for tensor in layer.parked_tensors()),
+            sum(layer.rows.hosted_nbytes for layer in layers if layer.rows is not None),
         )
         self._cache.reset()
         return sizes

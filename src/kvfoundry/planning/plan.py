@@ -34,11 +34,11 @@ class MethodPlan:
     """One method on the planned model and device; bytes, tokens and counts.
 
     token_bytes: of the cache per token of the context, after eviction and coding. chunk_bytes: of a passage of
-    `chunk_tokens` that is read alone. cache_bytes: of `batch` sequences of `context` tokens after their prompts; share:
-    that over the full cache's. parked_bytes: on the host. peak_bytes: weights and cache while the prompts are read in
-    one piece. fits: whether that and the headroom are within the device. largest_context: tokens of each of `batch`
-    sequences, at most the model's positions; sequences of `context` tokens, tokens in all of them, and resident chunks:
-    how many fit beside the weights. remarks: what the figures do not say.
+    `chunk_tokens` that is read alone. cache_bytes: of `batch` sequences of `context` tokens after their prompts;
+    share: that over the full cache's. parked_bytes: of rows on the host. peak_bytes: weights and cache while the
+    prompts are read in one piece. fits: whether that and the headroom are within the device. largest_context:
+    tokens of each of `batch` sequences, at most the model's positions; sequences of `context` tokens, tokens in all
+    of them, and resident chunks: how many fit beside the weights. remarks: what the figures do not say.
     """
 
     method: str
@@ -229,7 +229,8 @@ def _one(
 ) -> MethodPlan:
     size, chunk = meter.size(context), meter.chunk_bytes(chunk_tokens)
     growing = size.peak - size.stored  # while the last of them is read
-    sequences = max(0, (room - growing) // size.stored) if size.stored else 0
+    # what lives on the host takes the device only while it is read
+    sequences = max(0, (room - growing) // size.stored if size.stored else room // size.peak)
     return MethodPlan(
         method=str(method),
         token_bytes=size.stored / context,
@@ -251,6 +252,8 @@ def _remarks(method: Method) -> list[str]:
     remarks = []
     if method.codec is not None and not isinstance(method.heads, UniformHeads):
         remarks.append("its heads keep unequal numbers of rows, so what the codec holds depends on the text")
+    if method.placement is not None:
+        remarks.append("its rows are in host memory, and whether they fit there is not looked at")
     if method.read is not None:
         remarks.append("decode adds the bounds of its pages")
     return remarks

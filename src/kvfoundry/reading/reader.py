@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvfoundry.kernels import paged_attention
 from kvfoundry.layouts.base import Layout, Reading, Stretches
+from kvfoundry.reading import chosen
 from kvfoundry.reading.pages import (
     evaluation_pages,
     factory_tokens,
@@ -89,6 +90,8 @@ class PageReader(Reader):
         stretches = rows.stretches()
         state = state or PageState.empty(self.page, stretches)
         state.extend(stretches)
+        if chosen.serves(self, stretches, query, budget):
+            return chosen.attend(self, stretches, query, reading, state, int(budget[0])), state
         real = query_positions >= 0
         lengths = stretches.lengths
         later = (real.sum(dim=1, keepdim=True) - real.cumsum(dim=1)).cpu()  # real queries behind each one

@@ -66,6 +66,12 @@ class PageState:
 
         self.low, self.high, self._shared = moved(self.low), moved(self.high), False
 
+    def with_room(self, pages: int) -> tuple[Tensor, Tensor]:
+        """low and high with a place for so many pages at least; those of pages that are not whole mean nothing."""
+        if pages > self.low.shape[2]:
+            self._reserve(pages)
+        return self.low, self.high
+
     def truncate(self, lengths: Tensor) -> None:
         """Forget pages that are no longer whole when every head has `lengths` rows."""
         self.counts = torch.minimum(self.counts, lengths // self.page)

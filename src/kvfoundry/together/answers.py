@@ -137,7 +137,32 @@ def _read(
     pad: int,
     least: int,
 ) -> list[_Arm]:
-    """Read the prompts, and let every method choose the first token of each answer."""
+    """Read the prompts, and let every method choose the first token of each answer.
+
+    Methods that compute the attention of a prompt in different ways read it one after the other.
+    """
+    ways: dict[Hashable, list[int]] = {}
+    for number, method in enumerate(methods):
+        ways.setdefault(method.prefill, []).append(number)
+    arms: dict[int, _Arm] = {}
+    for numbers in ways.values():
+        alike = [methods[number] for number in numbers]
+        found = _read_alike(model, tokenizer, alike, ids, mask, hold_back, stops, pad, least)
+        arms |= zip(numbers, found, strict=True)
+    return [arms[number] for number in range(len(methods))]
+
+
+def _read_alike(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: Sequence[Method],
+    ids: Tensor,
+    mask: Tensor,
+    hold_back: int,
+    stops: Collection[int],
+    pad: int,
+    least: int,
+) -> list[_Arm]:
     prompt = SharedPrompt(model, methods)
     read = ids.shape[1] - hold_back
     first: list[int] = []

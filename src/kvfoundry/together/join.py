@@ -22,7 +22,7 @@ def kinship(cache: KVCache) -> Hashable | None:
     goes on evicting is joined with itself under other budgets.
     """
     method, layers = cache.method, cache.attention_layers
-    if method.lossy or method.read is not None or method.slot_positions:
+    if method.lossy or method.read is not None or method.slot_positions or method.placement is not None:
         return None
     heads = tuple(layer.lengths.shape[1] for layer in layers)
     if method.schedule.every is None and method.unread_distance is None:

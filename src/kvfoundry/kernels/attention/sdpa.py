@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfoundry.kernels.attention import naive
+from kvfoundry.kernels.attention import halves, naive
 from kvfoundry.visibility import Visibility
 
 # Numbers that torch's flash kernel reads.
@@ -38,6 +38,8 @@ def attend(
         packed = query.reshape(batch, heads, groups * queries, head_dim)
         output = F.scaled_dot_product_attention(packed, key, value, scale=scaling)
         return output.reshape(batch, query_heads, queries, value.shape[3])
+    if visibility.pattern == "appended" and halves.serves(query, key, value):
+        return _appended(query, key, value, scaling)
     step = naive.query_block(query.device, batch, query_heads, rows)
     outputs = []
     for start in range(0, queries, step):
@@ -48,3 +50,21 @@ def attend(
         output = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
         outputs.append(output.reshape(batch, query_heads, stop - start, value.shape[3]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _appended(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Queries over all rows in front of their own tokens, without a mask, and over these, under the diagonal.
+
+    A mask from positions takes torch to kernels that are several times slower, and memory for queries times rows.
+    """
+    batch, query_heads, queries, head_dim = query.shape
+    heads, past = key.shape[1], key.shape[2] - queries
+    groups = query_heads // heads
+    own_key, own_value = (rows[:, :, past:].repeat_interleave(groups, dim=1) for rows in (key, value))
+    near = halves.half(query, own_key, own_value, None, scaling, causal=True)
+    if not past:
+        return near[0]
+    packed = query.reshape(batch, heads, groups * queries, head_dim)
+    output, total = halves.half(packed, key[:, :, :past], value[:, :, :past], None, scaling)
+    far = output.reshape(near[0].shape), total.reshape(near[1].shape)
+    return halves.joined(far, near)[0].to(query.dtype)

@@ -34,6 +34,8 @@ from kvfoundry.kernels.triton_support import (
 )
 
 DEFAULT = Tuning(block=32, warps=1, stages=3, programs=8)
+# Rows of a tile at least: a matrix product of the tensor cores takes no fewer.
+_LEAST = 16
 
 # How a decoded number follows from its code: code * scale + minimum, (code - zero) * scale, float8 * scale.
 _MINIMUM, _ZERO, _FLOAT8 = 0, 1, 2
@@ -260,11 +262,18 @@ def _parts(
         for place in tl.static_range(KEY_PLACES):
             if KEY_TOKENS:
                 channel = kw * KEY_PLACES + place
-                at = (begin // KEY_GROUP) * ks_row + channel
-                scale = tl.load(ks_at + at, mask=channel < KEY_DIM, other=0.0)[:, None]
+                if KEY_GROUP >= BLOCK:
+                    at = (begin // KEY_GROUP) * ks_row + channel
+                    inside = channel < KEY_DIM
+                else:  # several groups side by side in a tile
+                    at = (n // KEY_GROUP)[None, :] * ks_row + channel[:, None]
+                    inside = (channel < KEY_DIM)[:, None] & there[None, :]
+                scale = tl.load(ks_at + at, mask=inside, other=0.0)
                 minimum = scale
                 if KEY_HAS_MINIMUM:
-                    minimum = tl.load(km_at + at, mask=channel < KEY_DIM, other=0)[:, None]
+                    minimum = tl.load(km_at + at, mask=inside, other=0)
+                if KEY_GROUP >= BLOCK:
+                    scale, minimum = scale[:, None], minimum[:, None]
             k = _raw(words, place, KEY_BITS, KEY_KIND, KEY_PAIRS, dtype)
             if KEY_TOKENS or KEY_SLICES > 1:
                 k = _scaled(k, scale, minimum, KEY_BASE, KEY_KIND, KEY_HAS_MINIMUM, dtype)
@@ -303,11 +312,18 @@ def _parts(
             v = _raw(words, place, VALUE_BITS, VALUE_KIND, VALUE_PAIRS, dtype)
             if VALUE_TOKENS:
                 channel = vw * VALUE_PLACES + place
-                at = (begin // VALUE_GROUP) * vs_row + channel
-                scale = tl.load(vs_at + at, mask=channel < VALUE_DIM, other=0.0)[None, :]
+                if VALUE_GROUP >= BLOCK:
+                    at = (begin // VALUE_GROUP) * vs_row + channel
+                    inside = channel < VALUE_DIM
+                else:
+                    at = (n // VALUE_GROUP)[:, None] * vs_row + channel[None, :]
+                    inside = there[:, None] & (channel < VALUE_DIM)[None, :]
+                scale = tl.load(vs_at + at, mask=inside, other=0.0)
                 minimum = scale
                 if VALUE_HAS_MINIMUM:
-                    minimum = tl.load(vm_at + at, mask=channel < VALUE_DIM, other=0)[None, :]
+                    minimum = tl.load(vm_at + at, mask=inside, other=0)
+                if VALUE_GROUP >= BLOCK:
+                    scale, minimum = scale[None, :], minimum[None, :]
                 v = _scaled(v, scale, minimum, VALUE_BASE, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
             further += (tl.dot(scaled, v, acc[place] * fade[:, None], input_precision=PRECISION),)
         acc = further
@@ -341,7 +357,7 @@ def attend(
     return_lse: bool = False,
     tuning: Tuning = DEFAULT,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As `naive.attend`; coded and tails are contiguous int32. A tile never crosses a group of tokens.
+    """As `naive.attend`; coded and tails are contiguous int32.
 
     Raises KVFoundryError for codes that the kernel cannot read (3 bits, groups that no tile or word fits into), more
     than eight queries, and tensors that are not on one GPU.
@@ -355,7 +371,9 @@ def attend(
     tensors = (query, coded, tails, tail_keys, tail_values, tail_query, sinks, keys.codes, keys.scale, keys.minimum)
     check_device(*tensors, values.codes, values.scale, values.minimum)
     group = query_heads // heads
-    block = min(tuning.block, *(side.group for side in (keys, values) if side.along == "tokens"), tuning.block)
+    # a tile within one group of tokens where groups are no smaller than the least tile of the tensor cores
+    groups = [max(_LEAST, side.group) for side in (keys, values) if side.along == "tokens"]
+    block = min(tuning.block, *groups, tuning.block)
     side_terms = {**_terms("KEY", keys, block, query.dtype), **_terms("VALUE", values, block, query.dtype)}
     words = {"KEY": side_terms.pop("KEY_VIEW"), "VALUE": side_terms.pop("VALUE_VIEW")}
     wanted = multiprocessors(query.device) * tuning.programs
@@ -427,8 +445,8 @@ def _terms(name: str, side: Codes, block: int, dtype: torch.dtype) -> dict[str, 
     wide = side.bits < 8 and size % 2 == 0 and size // 2 > 8 and even
     view = side.codes.view(torch.int16) if wide else side.codes
     places = (16 if wide else 8) // side.bits
-    if side.along == "tokens" and side.group % block:
-        raise KVFoundryError(f"groups of {side.group} tokens are no whole number of tiles of {block} rows.")
+    if side.along == "tokens" and side.group % block and block % side.group:
+        raise KVFoundryError(f"groups of {side.group} tokens and tiles of {block} rows do not fill each other.")
     if side.along == "channels" and side.group % places and side.group < side.dim:
         raise KVFoundryError(f"groups of {side.group} channels are no whole number of {places} codes.")
     slices = -(-side.dim // side.group) if side.along == "channels" else 1

@@ -6,6 +6,7 @@ import importlib.util
 
 from torch import Tensor
 
+from kvfoundry.devices import current
 from kvfoundry.kernels.column_sums import naive
 from kvfoundry.visibility import Visibility
 
@@ -36,5 +37,6 @@ def column_sums(
     ):
         from kvfoundry.kernels.column_sums import fused
 
-        return fused.column_sums(query, key, visibility, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
+        with current(query.device):  # a layer of a split model may not be on the present GPU
+            return fused.column_sums(query, key, visibility, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
     return naive.column_sums(query, key, visibility, scaling=scaling, softcap=softcap, sinks=sinks)
