@@ -21,11 +21,14 @@ from pathlib import Path
 
 import torch
 import transformers
-from decode import QUEST, Bench, Board, built, setting
-from record import OutOfTime
+from decode import QUEST, Bench, Board, setting
 from torch import Tensor
 
 from kvfoundry import KVCache, attach, compat
+from kvfoundry.bench.random_weights import built
+from kvfoundry.bench.record import OutOfTime
+from kvfoundry.bench.timing import spread
+from kvfoundry.bench.transfer import link_rate
 from kvfoundry.layouts import Layout
 
 RESULTS = Path(__file__).resolve().parent / "results" / "headinfer.json"
@@ -60,21 +63,6 @@ def arms(tokens: int) -> list[Arm]:
             "quest",
         ),
     ]
-
-
-def link_rate(device: torch.device) -> float:
-    """Bytes per second of copies from pinned host memory."""
-    cuda = device.type == "cuda"
-    source = torch.empty(1 << (30 if cuda else 26), dtype=torch.uint8, pin_memory=cuda)
-    target = torch.empty_like(source, device=device)
-    rates = []
-    for _ in range(7):
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        if cuda:
-            torch.cuda.synchronize()
-        rates.append(source.nbytes / (time.perf_counter() - began))
-    return statistics.median(rates)
 
 
 def said(bench: Bench, cache: KVCache, token: Tensor) -> Tensor:
@@ -139,10 +127,9 @@ def timed(bench: Bench, arm: Arm, tokens: int, link: float) -> None:
         token.item()
         times.append(time.perf_counter() - began)
     sent = (cache.prompt.rings.link_nbytes[0] - sent) // STEPS
-    seconds, spread = statistics.median(times), sorted(times)
+    seconds = statistics.median(times)
     entry = {
-        "arm": arm.name, "method": arm.spec, "tokens": tokens, "ms": seconds * 1e3,
-        "ms_p10": spread[STEPS // 10] * 1e3, "ms_p90": spread[STEPS * 9 // 10] * 1e3, "steps": STEPS,
+        "arm": arm.name, "method": arm.spec, "tokens": tokens, **spread(times),
         "bytes_per_token": sent, "bytes_per_s": sent / seconds, "share_of_link": sent / seconds / link,
         "device_kv_bytes": cache.nbytes, "ring_bytes": cache.prompt.rings.nbytes, "host_kv_bytes": cache.host_nbytes,
         "head_bytes": bench.row_bytes(tokens) // bench.setting.config.num_hidden_layers
@@ -187,7 +174,7 @@ def main() -> None:
     link = board.content["link_bytes_per_s"] = link_rate(device)
     board.content["shape"] = {"config": arguments.config, "dtype": str(chosen.dtype), "tokens": tokens}
     board.note(f"{name}: pinned copies bring {link / 1e9:.1f} GB/s to the device")
-    model = built(chosen, device)
+    model = built(chosen.config, chosen.dtype, device)
     attach(model)
     bench = Bench(board, model, chosen, device)
     work = [arm for number, arm in enumerate(arms(tokens)) if not arguments.arms or number in arguments.arms]
@@ -204,9 +191,8 @@ def main() -> None:
             torch.cuda.empty_cache()
     conclude(board)
     board.save()
-    wrong = [name for name, gate in board.content["gates"].items() if not gate["passed"]]
-    if wrong:
-        raise SystemExit(f"not right: {', '.join(wrong)}")
+    if board.wrong:
+        raise SystemExit(f"not right: {', '.join(board.wrong)}")
 
 
 if __name__ == "__main__":

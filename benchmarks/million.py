@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from decode import Bench, Board, built, setting
+from decode import Bench, Board, setting
 from headinfer import said
 
 from kvfoundry import KVCache, attach
+from kvfoundry.bench.random_weights import built
 from kvfoundry.feeding import feed
 
 RESULTS = Path(__file__).resolve().parent / "results" / "million.json"
@@ -48,7 +49,7 @@ def main() -> None:
     chunk, budget = arguments.chunk or usual, arguments.budget or usual
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
     board = Board(arguments.out, arguments.limit, device=name, transformers=transformers.__version__)
-    model = built(chosen, device)
+    model = built(chosen.config, chosen.dtype, device)
     attach(model)
     bench = Bench(board, model, chosen, device)
     weights = sum(weight.nbytes for weight in model.parameters())
@@ -106,9 +107,8 @@ def main() -> None:
         f"at most {cache.peak_nbytes / 1e9:.3f} GB of rows (full: {bench.row_bytes(done) / 1e9:.1f} GB){over}; "
         f"decode {statistics.median(times) * 1e3:.1f} ms"
     )
-    wrong = [name for name, gate in board.content["gates"].items() if not gate["passed"]]
-    if wrong:
-        raise SystemExit(f"not right: {', '.join(wrong)}")
+    if board.wrong:
+        raise SystemExit(f"not right: {', '.join(board.wrong)}")
 
 
 if __name__ == "__main__":

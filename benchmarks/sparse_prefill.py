@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from record import OutOfTime, Record
 from torch import Tensor
 
+from kvfoundry.bench.record import OutOfTime, Record
 from kvfoundry.kernels.sparse_prefill import BlockIndex, Tiles, fused, naive
 from kvfoundry.kernels.triton_support import Tuning, triton
 from kvfoundry.sparse_prefill.a_shape import AShape

@@ -30,12 +30,12 @@ from typing import Any
 import torch
 import transformers
 from accelerate import dispatch_model, init_empty_weights
-from record import OutOfTime, Record
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 from kvfoundry import KVCache, attach, compat
+from kvfoundry.bench.record import OutOfTime, Record
 from kvfoundry.layer_state import storage_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results" / "split_decode.json"

@@ -17,6 +17,8 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
     [
         ("decode", ["--arms", "graph", "eager", "--only", "full", "kivi", "--tokens", "64", "640"], 3),
         ("prefill", ["--tokens", "512", "--rounds", "1"], 7),
+        ("headinfer", ["--arms", "0", "1"], 2),
+        ("million", ["--tokens", "1000"], 1),
     ],
 )
 def test_a_script_runs_on_its_toy(script, words, figures, tmp_path, monkeypatch, capsys):
@@ -26,4 +28,4 @@ def test_a_script_runs_on_its_toy(script, words, figures, tmp_path, monkeypatch,
     importlib.import_module(script).main()
     record = json.loads(out.read_text())
     assert len(record["figures"]) == figures and all(gate["passed"] for gate in record["gates"].values())
-    assert len(record["gates"]) == (6 if script == "decode" else 0)
+    assert len(record["gates"]) == {"decode": 6, "prefill": 0, "headinfer": 1, "million": 2}[script]

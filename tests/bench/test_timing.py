@@ -10,7 +10,7 @@ from tiny_models import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, VOCABULARY, WIN
 
 from kvfoundry.bench.roofline import Roofline, prompt_flops, row_bytes, weight_bytes
 from kvfoundry.bench.timing import Clock, spread, step_times
-from kvfoundry.bench.transfer import copy_rate, disk_rates, link_rates, matmul_rate
+from kvfoundry.bench.transfer import copy_rate, disk_rates, link_rate, link_rates, matmul_rate
 from kvfoundry.errors import DataError
 from kvfoundry.planning.geometry import geometry
 
@@ -79,6 +79,7 @@ def test_operations_of_a_prompt(tiny_model):
 
 def test_rates_are_measured(tmp_path):
     assert copy_rate(CPU) > 1e8 and matmul_rate(CPU, torch.float32) > 1e8 and link_rates(CPU) == {}
+    assert link_rate(CPU) > 1e8 and link_rate(CPU, back=True) > 1e8
     rates = disk_rates(tmp_path, 1 << 20)
     assert len(rates) == 2 and all(rate > 0 for rate in rates.values()) and list(tmp_path.iterdir()) == []
     with pytest.raises(DataError, match="cannot be written"):

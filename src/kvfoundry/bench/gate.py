@@ -117,7 +117,7 @@ def check(record: Record, model: PreTrainedModel, method: Method, tokenizer: Any
     arguments = {compat.CACHE_ARGUMENT: cache}
     said = model(prompt, attention_mask=mask, use_cache=True, logits_to_keep=1, **arguments).logits[:, -1]
     right = True
-    if getattr(method, "prefill", None) is None:  # a sparse prompt is an approximation by design
+    if method.prefill is None:  # a sparse prompt is an approximation by design
         right = record.gate(f"{method}: logits of the prompt", distance(said, own), limit)
     if method.reconstructs is not None:
         compress_by_reconstruction(model, tokenizer, cache, prompt, mask)

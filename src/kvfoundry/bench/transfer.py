@@ -33,16 +33,20 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / _alone(lambda: torch.mm(a, b), device)
 
 
+def link_rate(device: torch.device, *, back: bool = False) -> float:
+    """Bytes per second of one large copy from pinned host memory to the device, or back."""
+    cuda = device.type == "cuda"
+    here = torch.empty(1 << (30 if cuda else 26), dtype=torch.uint8, pin_memory=cuda)
+    there = torch.empty_like(here, device=device)
+    source, target = (there, here) if back else (here, there)
+    return here.nbytes / _alone(lambda: target.copy_(source, non_blocking=True), device)
+
+
 def link_rates(device: torch.device) -> dict[str, float]:
-    """Bytes per second of one large copy between pinned host memory and a CUDA device, each way; {} elsewhere."""
-    if device.type != "cuda":
+    """Both ways between the host and a device of its own; {} where they are one."""
+    if device.type == "cpu":
         return {}
-    there = torch.empty(1 << 28, dtype=torch.uint8, device=device)
-    here = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    return {
-        "host_to_device": here.nbytes / _alone(lambda: there.copy_(here, non_blocking=True), device),
-        "device_to_host": here.nbytes / _alone(lambda: here.copy_(there, non_blocking=True), device),
-    }
+    return {"host_to_device": link_rate(device), "device_to_host": link_rate(device, back=True)}
 
 
 def disk_rates(folder: Path, nbytes: int = 1 << 26) -> dict[str, float]:
