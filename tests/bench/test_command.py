@@ -202,11 +202,12 @@ def test_a_prompt_of_ones_own_and_pieces_of_it(own_model, tokenizer, tmp_path):
     model = own_model("llama")
     settings = model.generation_config
     texts = [tokenizer(" ".join(f"w{n % 90 + 3}" for n in range(300))).input_ids]
-    methods = [Method.parse(spec) for spec in ("snapkv(budget=24, window=8)", "kvzip(budget=24)")]
+    methods = [Method.parse(spec) for spec in ("snapkv(budget=24, window=8)", "kvzip(budget=24)", "headinfer")]
     grid = Grid(methods, [], arms=["plain"], texts=texts, new_tokens=6, repeat=1, prefill_chunk=20)
     record = Record(tmp_path / "bench.json", 100.0, say=lambda text: None)
     bench(model, grid, record, tokenizer=tokenizer)
-    small, repeated = record.content["figures"]
+    small, repeated, far = record.content["figures"]
+    assert far["host_bytes"] >= far["full_bytes"] == far["tokens"] * 512
     assert small["context"] == "a given prompt" and small["tokens"] == 300
     assert small["kept_share"] == pytest.approx(24 / 300)
     assert repeated["kept_share"] == pytest.approx(24 / 300, abs=0.01)

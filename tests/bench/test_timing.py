@@ -43,6 +43,7 @@ def test_the_roofline_is_the_longer_of_bytes_and_operations():
     line = Roofline(100.0, 10.0)
     assert line.seconds(200) == 2.0 and line.seconds(200, 50) == 5.0 and Roofline(100.0).seconds(200, 50) == 2.0
     assert (line.bound(200), line.bound(200, 50)) == ("memory", "compute")
+    assert Roofline(100.0, 10.0, 2.0).seconds(200, 50, linked=20) == 10.0 and line.seconds(200, linked=20) == 2.0
     found = line.beside([4.0, 6.0, 8.0], 300)
     assert (found["ms"], found["roofline_ms"], found["times_roofline"]) == (6000.0, 3000.0, 2.0)
 

@@ -222,7 +222,9 @@ class _Bench:
         itemsize = model.dtype.itemsize
         full = row_bytes(layers, cell.tokens, itemsize) * cell.batch
         weights, flops = weight_bytes(model, cell.batch), prompt_flops(model, layers, cell.tokens, cell.batch)
-        decode = self.roofline.beside([step for run in runs for step in run.steps], weights + last.read)
+        decode = self.roofline.beside(
+            [step for run in runs for step in run.steps], weights + last.read, linked=last.linked
+        )
         whole = weight_bytes(model, cell.batch * cell.tokens)
         least = self.roofline.seconds(whole + full, flops)
         firsts = [run.ttft for run in runs if run.ttft is not None]
@@ -241,6 +243,7 @@ class _Bench:
             "peak_bytes": first.peak if last.static else max(run.peak for run in runs),
             "stored_bytes": last.stored,
             "static_bytes": last.static,
+            "host_bytes": last.host,
             "full_bytes": full,
             "read_bytes": weights + last.read,
             "kept_share": last.kept_share,
@@ -258,14 +261,12 @@ def _named(cell: Cell) -> dict[str, Any]:
 def _rates(record: Record, model: PreTrainedModel) -> Roofline:
     """Measure how fast the device is, and note it."""
     device = input_device(model)
-    found = Roofline(copy_rate(device), matmul_rate(device, model.dtype))
+    links = link_rates(device)
+    found = Roofline(copy_rate(device), matmul_rate(device, model.dtype), links.get("host_to_device"))
     record.content["rates"] = {
         "copy_bytes_per_s": found.bytes_per_s,
         "matmul_flops_per_s": found.flops_per_s,
-        **{
-            f"{name}_bytes_per_s": rate
-            for name, rate in {**link_rates(device), **disk_rates(record.path.parent)}.items()
-        },
+        **{f"{name}_bytes_per_s": rate for name, rate in {**links, **disk_rates(record.path.parent)}.items()},
     }
     record.save()
     return found

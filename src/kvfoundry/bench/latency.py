@@ -51,7 +51,7 @@ class Run:
 
     stored: bytes of the cache when the prompt is done; read: those of the rows that a step cannot do without; peak:
     above the weights over the whole run, on a device that counts it, else the largest cache. static: the engine's
-    buffers.
+    buffers. host: bytes in host memory, rows that were dropped too; linked: of `read`, what comes from there.
     """
 
     ttft: float | None
@@ -61,6 +61,8 @@ class Run:
     read: int
     kept_share: float = 1.0
     static: int = 0
+    host: int = 0
+    linked: int = 0
     notes: list[str] = field(default_factory=list)
 
 
@@ -157,7 +159,9 @@ class Runner:
 
         def look() -> None:
             read = read_bytes(cache, self.layers, self.model.dtype.itemsize)
-            found.update(stored=cache.nbytes, kept_share=cache.kept_share, read=read, notes=cache.notes)
+            linked = 0 if method.placement is None else read
+            found.update(stored=cache.nbytes, host=cache.host_nbytes, kept_share=cache.kept_share, read=read)
+            found.update(linked=linked, notes=cache.notes)
 
         if fills:
             look()
@@ -177,6 +181,8 @@ class Runner:
             found["read"],
             found["kept_share"],
             static,
+            found["host"],
+            found["linked"],
             [*found["notes"], *notes],
         )
 

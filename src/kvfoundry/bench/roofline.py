@@ -15,23 +15,27 @@ from kvfoundry.planning.geometry import LayerGeometry
 
 @dataclass(frozen=True)
 class Roofline:
-    """Measured rates of a device. flops_per_s: of products of matrices in the model's dtype; None where not asked."""
+    """Measured rates of a device, None where they are not asked for.
+
+    flops_per_s: of products of matrices in the model's dtype; link_bytes_per_s: from pinned host memory.
+    """
 
     bytes_per_s: float
     flops_per_s: float | None = None
+    link_bytes_per_s: float | None = None
 
-    def seconds(self, nbytes: int, flops: int = 0) -> float:
-        """The least time for so many bytes and operations: the longer of the two."""
-        moved = nbytes / self.bytes_per_s
-        return moved if self.flops_per_s is None else max(moved, flops / self.flops_per_s)
+    def seconds(self, nbytes: int, flops: int = 0, linked: int = 0) -> float:
+        """The least time for so many bytes, operations, and bytes from the host: the longest of them."""
+        work = ((nbytes, self.bytes_per_s), (flops, self.flops_per_s), (linked, self.link_bytes_per_s))
+        return max(amount / rate for amount, rate in work if rate is not None)
 
     def bound(self, nbytes: int, flops: int = 0) -> str:
         """Which of the two it is: "memory" or "compute"."""
         return "memory" if self.seconds(nbytes, flops) == nbytes / self.bytes_per_s else "compute"
 
-    def beside(self, times: Sequence[float], nbytes: int, flops: int = 0) -> dict[str, Any]:
-        """The spread of measured times (seconds) with the roofline beside it."""
-        found, least = spread(times), self.seconds(nbytes, flops) * 1e3
+    def beside(self, times: Sequence[float], nbytes: int, linked: int = 0) -> dict[str, Any]:
+        """The spread of measured times (seconds) of steps with the roofline beside it."""
+        found, least = spread(times), self.seconds(nbytes, linked=linked) * 1e3
         return {**found, "roofline_ms": least, "times_roofline": found["ms"] / least}
 
 
