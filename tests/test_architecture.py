@@ -68,6 +68,7 @@ def test_only_the_command_imports_the_pipeline() -> None:
         ("merging", {"cache", "layer", "method", "methods", "evaluate", "cli"}),
         ("selection", {"cache", "layer", "methods", "evaluate", "cli", "generation"}),
         ("methods", {"cache", "layer", "attention", "evaluate", "cli", "generation"}),
+        ("bench", {"integrations", "rag", "demo", "cli"}),
     ],
 )
 def test_a_room_imports_only_from_below(room: str, forbidden: set[str]) -> None:

@@ -7,6 +7,7 @@ import math
 import statistics
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +126,15 @@ def bench(
     grid.refuse(model)
     _refuse_methods(model, grid.methods, tokenizer)
     record.content |= {"left_out": [], "stopped": []}
+    record.save()
+    device = input_device(model)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # events are those of the current one
+        _measure(model, grid, record, tokenizer, on_cell)
+
+
+def _measure(
+    model: PreTrainedModel, grid: Grid, record: Record, tokenizer: Any, on_cell: Callable[[Cell, int, int], None]
+) -> None:
     roofline = _rates(record, model)
     right = _gates(record, model, grid, tokenizer)
     runner = Runner(model, tokenizer, geometry(model), grid.prefill_chunk, grid.random_rows)

@@ -96,6 +96,7 @@ class Runner:
         device = input_device(self.model)
         if device.type == "cuda":
             gc.collect()  # what stands in cycles is not free before
+            torch.cuda.empty_cache()
         self._base = allocated(device)
 
     @torch.inference_mode()

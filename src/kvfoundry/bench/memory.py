@@ -17,7 +17,6 @@ class Peak:
     def __init__(self, device: torch.device, base: int):
         self._device, self._base = device if device.type == "cuda" else None, base
         if self._device is not None:
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
 
     @property
