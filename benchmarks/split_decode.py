@@ -40,9 +40,9 @@ from kvfoundry.layer_state import storage_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results" / "split_decode.json"
 ARMS = {"full": "fullkv", "snapkv": "snapkv(budget=0.1)", "kivi": "kivi(bits=2)", "adakv": "adakv(budget=0.1)"}
-# bfloat16 logits of the same rows read by two ways, relative to their norm: 32 layers were measured to round to 0.05,
+# bfloat16 logits of the same rows read by two ways, relative to their norm: 80 layers were measured to round to 0.15,
 # where rows out of place give 1.4
-TOLERANCE = 0.15
+TOLERANCE = 0.3
 WARM = 3
 
 

@@ -7,8 +7,8 @@ agree, and it runs at the speed of memory. It is made against mistakes, not agai
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,34 @@ _ODD = 0x1E3779B97F4A7C15
 
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of every weight and stored buffer of a model, each storage once, in the model's order."""
+    """Name and tensor of every weight and stored buffer of a model, each storage once, in the model's order.
+
+    What accelerate keeps on the host or on disk until a module computes is fetched from there.
+    """
     seen: set[tuple[object, ...]] = set()
+    waiting = dict(_waiting(model))
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             continue
+        if tensor.device.type == "meta" and name in waiting:
+            tensor = waiting[name]()
         place = (tensor.data_ptr(), tensor.storage_offset(), tensor.shape)
         if tensor.device.type == "meta" or tensor.numel() == 0 or place not in seen:
             seen.add(place)
             yield name, tensor.detach()
+
+
+def _waiting(model: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Name of every tensor that accelerate has put aside, and how it is fetched."""
+    for prefix, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            aside = getattr(each, "weights_map", None)
+            if aside is None:
+                continue
+            deep = bool(getattr(each, "place_submodules", False))
+            for name, _ in (*module.named_parameters(recurse=deep), *module.named_buffers(recurse=deep)):
+                yield f"{prefix}.{name}" if prefix else name, partial(aside.__getitem__, name)
 
 
 def fingerprint(

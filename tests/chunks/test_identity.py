@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import build, build_tokenizer, random_ids
@@ -274,6 +275,15 @@ def test_refusals(own_model: Models) -> None:
         for key in (key_of(2), key_of(1, method="int8"), key_of(1, dtype="float16")):
             with pytest.raises(DataError, match="names"):
                 store.put(key, chunk_for(key_of(1)))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_weights_that_wait_on_the_host_are_those_of_the_model(family: str, own_model: Models) -> None:
+    model = own_model(family)
+    whole = Identity.of(model).parts
+    aside = cpu_offload(model, execution_device=torch.device("cpu"))
+    assert next(aside.parameters()).device.type == "meta"
+    assert Identity.of(aside).parts == whole
 
 
 def test_every_weight_is_read(tiny_model: Models) -> None:
