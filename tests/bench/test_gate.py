@@ -83,6 +83,11 @@ def test_random_weights_have_no_end_and_are_refused_where_they_do_not_fit(tmp_pa
     model = built(config_of(str(tmp_path)), torch.float16, torch.device("cpu"))
     assert model.dtype == torch.float16 and model.generation_config.eos_token_id is None
     assert config_of(str(tmp_path / "config.json")).hidden_size == 64
+    (tmp_path / "other.json").write_text((tmp_path / "config.json").read_text())
+    assert config_of(str(tmp_path / "other.json")).hidden_size == 64
+    (tmp_path / "other.json").write_text('{"model_type": "nothing that there is"}')
+    with pytest.raises(ModelLoadError, match=r"config file .*other\.json' cannot be read"):
+        config_of(str(tmp_path / "other.json"))
     again = built(config, torch.float16, torch.device("cpu"))
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
     monkeypatch.setattr(random_weights, "_free_bytes", lambda device: 1000)

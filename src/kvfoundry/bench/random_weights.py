@@ -6,22 +6,30 @@ import copy
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvfoundry import compat
+from kvfoundry.embedded import first_line
 from kvfoundry.errors import DataError, ModelLoadError, unknown_name
 from kvfoundry.models import architecture
 from kvfoundry.planning.known import KNOWN, outline_of
 
 
 def config_of(name: str) -> PretrainedConfig:
-    """The config of a well-known model by its name, of a config.json, or of a folder with one.
+    """The config of a well-known model by its name, of a JSON file as config.json is, or of a folder with one.
 
     Raises ModelLoadError for a name that is none of them, and for a file that cannot be read.
     """
     if name in KNOWN:
         return KNOWN[name]()
-    if not Path(name).expanduser().exists():
+    path = Path(name).expanduser()
+    if path.suffix == ".json" and path.is_file():
+        try:
+            found: PretrainedConfig = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        except Exception as error:  # whatever a library raises on a file of the user's is an answer about that file
+            raise ModelLoadError(f"config file {name!r} cannot be read: {first_line(error)}") from error
+        return found
+    if not path.exists():
         raise ModelLoadError(
             f"{unknown_name('config', name, KNOWN)} Otherwise give a config.json, or a folder with one."
         )
