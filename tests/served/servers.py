@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,18 @@ class Server:
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def ask(self, prompt: str | list[int], tokens: int = 16, **more: Any) -> Answer:
-        """One greedy completion through the openai client, as a stream."""
+    @cached_property
+    def client(self) -> Any:
+        """One openai client, for any number of threads."""
         import openai
 
-        client = openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", timeout=120, max_retries=0)
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", timeout=120, max_retries=0)
+
+    def ask(self, prompt: str | list[int], tokens: int = 16, logprobs: int | None = 20, **more: Any) -> Answer:
+        """One greedy completion through the openai client, as a stream. logprobs: how many of the first token's."""
         began, first, text, usage, top = time.perf_counter(), 0.0, "", None, {}
-        stream = client.completions.create(
-            model="model", prompt=prompt, max_tokens=tokens, temperature=0, stream=True, logprobs=20,
+        stream = self.client.completions.create(
+            model="model", prompt=prompt, max_tokens=tokens, temperature=0, stream=True, logprobs=logprobs,
             stream_options={"include_usage": True}, extra_body=more or None,
         )  # fmt: skip
         for part in stream:
@@ -93,10 +98,7 @@ class Server:
 
     def send(self, request: dict[str, Any], tokens: int = 16) -> Any:
         """A request as `kvfoundry.integrations.vllm.client` makes them; what the openai client gives back."""
-        import openai
-
-        client = openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", timeout=120, max_retries=0)
-        return client.completions.create(**{"model": "model", "max_tokens": tokens, "temperature": 0, **request})
+        return self.client.completions.create(**{"model": "model", "max_tokens": tokens, "temperature": 0, **request})
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a counter of ours over its label values."""

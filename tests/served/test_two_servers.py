@@ -9,9 +9,7 @@ import importlib.util
 import json
 import math
 import shutil
-import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from chunks.redis_server import redis_is_here
 from kvfoundry.chunks import ChunkStore
 from kvfoundry.integrations.vllm.client import document_request, reading_requests
 
+from .load import measured_load
 from .prompts import QUESTIONS, document, prompt
 from .servers import Server
 
@@ -218,19 +217,16 @@ def test_documents_in_every_order(start, folder, model):
     server.stop()
 
 
-def test_many_clients_and_a_server_that_is_killed(start, folder):
-    """Prompts over few documents from several clients; killed in the middle, a new server goes on from the disk."""
-    settings = {"store": f"host:1GiB,disk:{folder / 'load'}:4GiB"}
-    asked = [prompt(QUESTIONS[i % 10], seed=i % 5, sentences=24) for i in range(40)]
-    server = start("load", settings, "--max-num-seqs", "8")
-    with ThreadPoolExecutor(8) as clients:
-        first = list(clients.map(server.ask, asked))
-    wait_for(lambda: entries(f"disk:{folder / 'load'}") >= 5 * whole_spans(first[0].prompt_tokens) / SPAN, 60)
-    server.stop(signal.SIGKILL)
-    server = start("load2", settings, "--max-num-seqs", "8")
-    with ThreadPoolExecutor(8) as clients:
-        second = list(clients.map(server.ask, asked))
-    assert [answer.text for answer in second] == [answer.text for answer in first]
-    assert all(answer.cached == whole_spans(answer.prompt_tokens) for answer in second), "every document was on disk"
-    wait_for(lambda: server.metric("loaded_tokens") == sum(answer.cached for answer in second))
-    server.stop()
+def test_many_clients_and_a_server_that_is_killed(start, folder, model):
+    """60 requests of 8 clients over 8 documents; killed in the middle, a new server goes on from the disk.
+
+    The whole load is `benchmarks/vllm_load.py`.
+    """
+    from transformers import AutoTokenizer
+
+    told = measured_load(start, folder, AutoTokenizer.from_pretrained(model), requests=60, documents=8)
+    print(json.dumps(told))
+    for load in told.values():
+        assert load["wrong_texts"] == load["out_of_bounds"] == 0
+        assert load["hit_rate_sure"] > 0.3
+    assert told["undisturbed"]["broken"] == 0 < told["killed once"]["broken"]
