@@ -70,7 +70,7 @@ def run(
 ) -> list[Sent]:
     """Send all requests from some clients. server: the one to ask now; seen: is told how many answers there are.
 
-    A request that fails is sent again only when the server that it was sent to is another by now, or is dead.
+    A request that fails is sent again only when the server that it was sent to is dead, and to the next one.
     """
     count, lock = 0, threading.Lock()
 
@@ -83,8 +83,12 @@ def run(
                 sent.answer = at.ask(request.prompt, request.tokens, logprobs=None)
             except Exception:
                 time.sleep(0.5)
-                if (at is server() and at.process.poll() is None) or time.monotonic() > end:
+                if at is server() and at.process.poll() is None:
                     raise
+                while at is server():  # until there is another
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(0.1)
             sent.tries.append((began, time.monotonic()))
         with lock:
             count += 1

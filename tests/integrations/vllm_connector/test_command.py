@@ -44,6 +44,9 @@ def test_window_layers_need_whole_blocks(capsys):
         (["host:1GiB", "--method", "int9"], "int8"),
         (["host:1GiB", "--load", "later"], "'ahead' or 'layers'"),
         (["host:1GiB", "--span", "3"], "16"),
+        (["host:1GiB", "--repair", "blend(ratio=0.15)"], "set documents to approximate too"),
+        (["host:1GiB", "--documents", "approximate", "--repair", "blend(ratio=2)"], "ratio"),
+        (["host:1GiB", "--documents", "approximate", "--repair", "all"], "blend("),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, says):

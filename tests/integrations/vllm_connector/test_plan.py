@@ -23,7 +23,7 @@ class Stored:
 
 
 def planner(stored: Stored, clock=lambda: 0.0, marked=lambda _: None) -> Planner:
-    return Planner(SPAN, BLOCK, stored, lambda _: Tenant(), marked, clock)
+    return Planner(SPAN, BLOCK, stored, lambda _: Tenant(), marked, clock=clock)
 
 
 def blocks(tokens: int, first: int = 1) -> list[int]:
@@ -138,9 +138,28 @@ def test_documents_are_loaded_as_far_as_the_store_has_them_in_whole_blocks():
     (job,) = plan.step(output({})).loads
     assert job.spans == (HEAD, ONE, TWO) and len(job.token_ids) == 200 and len(job.blocks) == 12
     assert not plan.step(output({"a": 38}, new=[("a", blocks(230), 192)])).saves
-    assert plan.finished("a") == 90, "tokens that were read elsewhere are told"
+    assert plan.finished("a") == 82, "tokens that were read elsewhere are told, as far as blocks are whole"
     part, asked = planner(Stored(20, 200), marked=lambda _: [HEAD, ONE, TWO]), request("a", 230)
     assert part.matched(asked, 0) == 16, "what stands behind a gap is of no use to vLLM"
+
+
+def test_a_repair_gets_all_documents_and_what_is_asked():
+    asked = request("a", 230)
+    plan = Planner(SPAN, BLOCK, Stored(20, 110, 200), lambda _: Tenant(), lambda _: [HEAD, ONE, TWO], repairs=True)
+    assert plan.matched(asked, 128) == 64
+    plan.allocated(asked, blocks(230), 64)
+    (job,) = plan.step(output({})).loads
+    assert job.spans == (HEAD, ONE, TWO) and job.first == 128 and job.moves
+    assert list(job.following) == asked.prompt_token_ids[200:]
+
+
+def test_what_was_loaded_in_front_of_a_gap_is_still_told():
+    three = Span(200, 280, 20)
+    plan, asked = planner(Stored(20, 110, 200, 280), marked=lambda _: [HEAD, ONE, TWO, three]), request("a", 300)
+    plan.allocated(asked, blocks(300), plan.matched(asked, 0))
+    plan.step(output({}))
+    plan.failed(blocks(300)[12:])  # from token 192 on
+    assert plan.finished("a") == 82
 
 
 def test_only_what_stands_directly_behind_the_head_is_saved():

@@ -28,6 +28,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from kvfoundry.chunks import ChunkStore, Identity
 from kvfoundry.chunks.search import asked
 from kvfoundry.errors import KVFoundryError, UnsupportedModelError
+from kvfoundry.integrations.vllm.blocks import LayerBlocks
 from kvfoundry.integrations.vllm.documents import Documents
 from kvfoundry.integrations.vllm.identity import served_identity, shard_name
 from kvfoundry.integrations.vllm.messages import Held, Span, Tenant, Work, WorkerCard, span_key
@@ -35,9 +36,11 @@ from kvfoundry.integrations.vllm.metrics import StoreMetrics, StoreNumbers
 from kvfoundry.integrations.vllm.moving import Mover
 from kvfoundry.integrations.vllm.opening import check_groups, check_parallel, opened_layers
 from kvfoundry.integrations.vllm.plan import Planner
+from kvfoundry.integrations.vllm.repair import Repairer
 from kvfoundry.integrations.vllm.settings import ConnectorSettings, connector_settings
 from kvfoundry.integrations.vllm.stats import Counts
 from kvfoundry.integrations.vllm.tenants import Tenants
+from kvfoundry.integrations.vllm.weights import checkpoint_folder
 from kvfoundry.integrations.vllm.worker import StoreWorker
 
 logger = init_logger("vllm.kvfoundry")
@@ -109,10 +112,16 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
             self._held: OrderedDict[str, None] = OrderedDict()
             self._tenants = Tenants(say)
             self.store = opened(self.settings.shared_tiers) if not self.refusal else None
+            repairs = self.settings.blend is not None
             caching = bool(vllm_config.cache_config.enable_prefix_caching)
             self._documents = Documents(self.settings.documents == "approximate", caching, say)
             self.planner = Planner(
-                self.settings.span, self.block_size, self._holds, self._tenants.of, self._documents.spans
+                self.settings.span,
+                self.block_size,
+                self._holds,
+                self._tenants.of,
+                self._documents.spans,
+                repairs,
             )
         else:
             self.worker: StoreWorker | None = None
@@ -146,26 +155,37 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
             tensor, pipeline = get_tp_group(), get_pp_group()
             shard = shard_name(tensor.rank_in_group, tensor.world_size, pipeline.rank_in_group, pipeline.world_size)
             identity = served_identity(config, self.settings, shard)
-            mover = self._mover(pipeline.world_size) if self.settings.documents == "approximate" else None
+            places = self._places(layers, tensor.world_size, pipeline.world_size)
         except KVFoundryError as error:
             self.refusal = str(error)
             self._card = WorkerCard(refusal=self.refusal)
             return
         store = opened(self.settings.tiers)
         if store is not None:
-            self.worker = StoreWorker(self.settings, store, identity, layers, self.block_size, say, mover)
+            self.worker = StoreWorker(self.settings, store, identity, layers, self.block_size, say, **places)
             self._card = WorkerCard(identity)
             logger.info("kvfoundry: %d layers of %s behind %s", len(layers), shard, self.settings.store)
 
-    def _mover(self, stages: int) -> Mover | None:
-        model = self._vllm_config.model_config
+    def _places(self, layers: dict[str, LayerBlocks], parts: int, stages: int) -> dict[str, Any]:
+        """What puts documents at other places, by the worker's names for it; nothing where these are not served."""
+        if self.settings.documents == "off":
+            return {}
+        model, blend = self._vllm_config.model_config, self.settings.blend
         try:
             if stages > 1:  # the first layer, by which moved keys are checked, is not there in every worker
                 raise UnsupportedModelError("its layers are spread over workers.")
-            return Mover.of(model.hf_text_config, model.dtype)
+            if blend is None:
+                return {"mover": Mover.of(model.hf_text_config, model.dtype)}
+            if parts > 1:
+                raise UnsupportedModelError("its heads are spread over workers, and documents are repaired on one.")
+            if model.quantization is not None:
+                raise UnsupportedModelError("its weights are quantized, and documents are repaired on plain ones.")
+            folder = checkpoint_folder(model.model, model.revision, self._vllm_config.load_config.download_dir)
+            device = next(iter(layers.values())).cache.device
+            return {"repairer": Repairer.of(folder, model.hf_config, model.dtype, device, blend)}
         except KVFoundryError as error:
             say(f"documents are not served at other places: {error}")
-            return None
+            return {}
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return Introduction(self._card)
@@ -247,7 +267,8 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         moved = self.planner.finished(request.request_id)
-        return False, {"kvfoundry": {"approximate_tokens": moved}} if moved else None
+        told = {"approximate_tokens": moved, "repair": self.settings.repair}
+        return False, {"kvfoundry": told} if moved else None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

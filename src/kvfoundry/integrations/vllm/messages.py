@@ -53,7 +53,8 @@ class Job:
     """Spans of one request to load or to save.
 
     token_ids: of the prompt, up to the end of the last span. spans: without gaps. blocks: of the request, in order.
-    first: the first token that may be written; those before it lie in blocks of others too.
+    first: the first token that may be written; those before it lie in blocks of others too. following: token ids of the
+    prompt behind the spans, for whoever repairs documents by what is asked of them.
     """
 
     request: str
@@ -62,6 +63,12 @@ class Job:
     spans: tuple[Span, ...]
     blocks: tuple[int, ...]
     first: int = 0
+    following: tuple[int, ...] = ()
+
+    @property
+    def moves(self) -> bool:
+        """Whether it has spans that are used elsewhere than they were read."""
+        return any(span.moves for span in self.spans)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ _FRESH = 1.0
 class RequestState:
     """One request of vLLM. spans: what its prompt is cut into, from its start on.
 
-    found: spans from the first one on that the store has; saved: those that need not be saved any more.
+    found: spans from the first one on that the store has; saved: those that need not be saved any more. approximate:
+    tokens that were loaded from spans read elsewhere.
     """
 
     tenant: Tenant
@@ -38,13 +39,15 @@ class RequestState:
     load: Job | None = None
     loading: Job | None = None
     barred: bool = False
+    approximate: int = 0
 
 
 class Planner:
     """span: tokens of an entry, a multiple of block_size. holds: asks the store; it must not wait long.
 
     served: whose rows a request's are, None for one that is left alone. marked: the spans of a request with marked
-    documents, None for all others. clock: seconds, for tests.
+    documents, None for all others. repairs: whether documents at other places are repaired, which takes all of them and
+    what is asked. clock: seconds, for tests.
     """
 
     def __init__(
@@ -54,10 +57,12 @@ class Planner:
         holds: Holds,
         served: Callable[[Any], Tenant | None],
         marked: Callable[[Any], list[Span] | None] = lambda _: None,
+        repairs: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.span, self.block_size = span, block_size
         self._holds, self._served, self._marked, self._clock = holds, served, marked, clock
+        self._repairs = repairs
         self._requests: dict[str, RequestState] = {}
 
     def _state(self, request: Any) -> RequestState | None:
@@ -105,8 +110,12 @@ class Planner:
         stop = self._reach(state)
         first = stop - external
         spans = tuple(span for span in state.spans if span.stop > first and span.start < stop)
+        following: tuple[int, ...] = ()
+        if self._repairs and any(span.moves for span in spans):
+            spans = tuple(span for span in state.spans if span.start < stop)
+            following = tuple(state.tokens[spans[-1].stop :])
         held, tokens = tuple(blocks[: stop // self.block_size]), state.tokens[: spans[-1].stop]
-        state.load = Job(request.request_id, state.tenant, tokens, spans, held, first)
+        state.load = Job(request.request_id, state.tenant, tokens, spans, held, first, following)
 
     def step(self, output: Any) -> Work:
         """What the workers have to do in this step. output: vLLM's SchedulerOutput."""
@@ -115,6 +124,7 @@ class Planner:
             if state.load is not None:
                 loads.append(state.load)
                 state.loading, state.load = state.load, None
+                state.approximate = _approximate(state.loading, len(state.loading.blocks) * self.block_size)
         saves: list[Job] = []
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
@@ -157,6 +167,7 @@ class Planner:
                 continue
             first = next(place for place, block in enumerate(job.blocks) if block in lost)
             state.found = sum(span.stop <= first * self.block_size for span in state.spans)
+            state.approximate = _approximate(job, first * self.block_size)
             state.barred, state.loading = True, None
             jobs.append(job)
         return jobs
@@ -164,8 +175,12 @@ class Planner:
     def finished(self, request_id: str) -> int:
         """The request is over, answered or cancelled; tokens of it that were loaded from documents read elsewhere."""
         state = self._requests.pop(request_id, None)
-        job = None if state is None else state.loading
-        return 0 if job is None else sum(span.stop - span.start for span in job.spans if span.moves)
+        return 0 if state is None else state.approximate
 
     def __len__(self) -> int:
         return len(self._requests)
+
+
+def _approximate(job: Job, stop: int) -> int:
+    """Tokens of a load, up to one of the prompt, that come from spans read elsewhere."""
+    return sum(max(0, min(span.stop, stop) - span.start) for span in job.spans if span.moves)
