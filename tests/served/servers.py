@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import math
 import os
 import re
 import signal
@@ -10,16 +12,24 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from chunks.redis_server import free_port
+import pytest
+from chunks.redis_server import free_port, redis_is_here
 
 from kvfoundry.integrations.vllm.serving import Serving
 from kvfoundry.integrations.vllm.settings import connector_settings
 
+# For modules whose tests start servers.
+needs_vllm = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; make test-vllm"),
+    pytest.mark.skipif(not redis_is_here(), reason="redis-server is not installed"),
+]
 # A server that is not up after so many seconds has failed.
 _START = 240
 
@@ -102,11 +112,15 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a counter of ours over its label values."""
+        return self.counter(f"kvfoundry_{name}_total", **labels)
+
+    def counter(self, name: str, **labels: str) -> float:
+        """The sum of any number on vLLM's metrics page over its label values."""
         with urllib.request.urlopen(f"{self.address}/metrics", timeout=10) as page:
             lines = page.read().decode().splitlines()
         found = 0.0
         for line in lines:
-            held = re.fullmatch(rf"kvfoundry_{name}_total\{{(.*)\}} (\S+)", line)
+            held = re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", line)
             if held and all(f'{key}="{value}"' in held[1] for key, value in labels.items()):
                 found += float(held[2])
         return found
@@ -126,3 +140,21 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
         self._out.close()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Until something has happened; an AssertionError when it has not in so many seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
+
+
+def divergence(wanted: dict[str, float], found: dict[str, float]) -> float:
+    """Kullback-Leibler divergence of the first token, over the likeliest tokens that both servers name."""
+    both = wanted.keys() & found.keys()
+    ours, theirs = (sum(math.exp(each[token]) for token in both) for each in (wanted, found))
+    return sum(
+        math.exp(wanted[token]) / ours * (wanted[token] - math.log(ours) - found[token] + math.log(theirs))
+        for token in both
+    )
