@@ -19,25 +19,25 @@ from .servers import needs_vllm, wait_for
 
 pytestmark = needs_vllm
 SPAN, BLOCK = 64, 32
-# 1,536 tokens for eight requests of about 260 + 64, in steps of at most 128.
-ROOM = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", "48", "--max-num-batched-tokens", "128")
-ROOM += ("--max-num-seqs", "8", "--max-model-len", "1024")
+# 1,088 tokens for eight requests of about 250 + 80, in steps of at most 128.
+ROOM = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", "34", "--max-num-batched-tokens", "128")
+ROOM += ("--max-num-seqs", "8", "--max-model-len", "512")
 ASKED = [prompt(QUESTIONS[number], seed=number % 4, sentences=9) for number in range(8)]
-TOKENS = 64
+TOKENS = 80
 
 
 @pytest.fixture(scope="module")
 def texts(start):
     """Of a server without the connector and with room enough, one request after the other."""
     server = start("room-plain", None, "--block-size", str(BLOCK))
-    answers = [server.ask(each, TOKENS).text for each in ASKED]
+    answers = [server.ask(each, TOKENS, ignore_eos=True).text for each in ASKED]
     server.stop()
     return answers
 
 
 def all_at_once(server):
     with ThreadPoolExecutor(len(ASKED)) as clients:
-        return list(clients.map(lambda each: server.ask(each, TOKENS), ASKED))
+        return list(clients.map(lambda each: server.ask(each, TOKENS, ignore_eos=True), ASKED))
 
 
 @pytest.mark.parametrize(
@@ -54,17 +54,17 @@ def test_texts_stay_the_same(start, folder, texts, load, caching):
     # Clients that go away: while a prompt waits or is loaded, and in the middle of an answer.
     for patience in (0.0, 0.05, 0.3, 1.0):
         cancelled = server.client.with_options(timeout=30).completions.create(
-            model="model", prompt=ASKED[0], max_tokens=400, temperature=0, stream=True
+            model="model", prompt=ASKED[0], max_tokens=240, temperature=0, stream=True
         )
         time.sleep(patience)
         cancelled.close()
     with contextlib.suppress(Exception):
-        server.client.with_options(timeout=0.02).completions.create(model="model", prompt=ASKED[1], max_tokens=400)
+        server.client.with_options(timeout=0.02).completions.create(model="model", prompt=ASKED[1], max_tokens=240)
     wait_for(lambda: server.counter("vllm:num_requests_running") + server.counter("vllm:num_requests_waiting") == 0, 60)
 
     again = all_at_once(server)
     assert [answer.text for answer in again] == texts
-    alone = server.ask(ASKED[0], TOKENS)
+    alone = server.ask(ASKED[0], TOKENS, ignore_eos=True)
     assert alone.text == texts[0] and alone.cached >= alone.prompt_tokens // SPAN * SPAN - SPAN
     told = {"load": load, "preempted": preempted, "preempted in all": server.counter("vllm:num_preemptions_total")}
     print(json.dumps(told | {"loaded": server.metric("loaded_tokens"), "saved": server.metric("saved_tokens")}))
