@@ -3,7 +3,8 @@
     python benchmarks/vllm_documents.py [--limit 3000] [--tables]
 
 Needs an environment with vLLM (`make test-vllm` makes one). The questions of `kvfoundry eval ragqa` that ship with the
-library, over their passages in their order; and four passages in all 24 orders, with the questions that they answer.
+library, over their passages in their order; four passages in all 24 orders, with the questions that they answer; and a
+few questions over all passages at once, for the time.
 Every passage is read once behind the worked example that opens the prompt. The reference is a server without the
 connector, which computes the same token ids in full. F1 is that of the greedy answer; the divergence is
 KL(full || repair) of its first token, over the 20 likeliest tokens that vLLM names. Intervals are percentiles of a
@@ -47,15 +48,17 @@ PAGE = ROOT / "docs" / "vllm.md"
 FULL = "full prefill"
 REPAIRS = (
     "none",
+    "blend(ratio=0.15, select=query_aware)",
     "blend(ratio=0.15, select=query_aware, check=(2, 8))",
     "blend(ratio=0.3, select=query_aware, check=(2, 8))",
-    "blend(ratio=1.0)",
 )
 # Small blocks, so that little of the last passage has to be computed by vLLM.
 BLOCK = 32
 RESAMPLES = 2000
 # Questions that are asked of four passages in every order.
 ORDERED = 4
+# Questions that are asked of all passages at once.
+LONG = 6
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def row_of(asker: Asker, request: Request, answer: Answer, full: Answer) -> dict
     """What one answer is worth. found: share of the document tokens in whole blocks that vLLM did not compute."""
     return {
         "f1": 100 * asker.task.score(request.item, answer.text)[0],
-        "kl": divergence(full.logprobs, answer.logprobs),
+        "kl": max(0.0, divergence(full.logprobs, answer.logprobs)),
         "same": float(answer.text == full.text),
         "found": answer.cached / (request.stop // BLOCK * BLOCK),
         "first": answer.first,
@@ -225,6 +228,12 @@ def main() -> None:
             "questions": [asker.request(items[each.item], each.passages) for each in samples],
             "orders": orders[: options.samples],
         }
+        every = list(dict.fromkeys(each for sample in samples for each in sample.passages))
+        every = list({each.text: each for each in every}.values())
+        sets["long"] = [
+            asker.request(items[each.item], random.Random(number).sample(every, len(every)))
+            for number, each in enumerate(samples[:LONG])
+        ]
         texts = list(dict.fromkeys(text for each in [*samples, *asked] for text in written([*each.passages, *four])))
         record = Record(
             RESULTS,
@@ -237,6 +246,8 @@ def main() -> None:
             sets={
                 "questions": f"{len(samples)} questions over 4 to 6 passages in the order of the sample",
                 "orders": f"{len(asked)} questions over four passages in all 24 orders",
+                "long": f"{len(sets['long'])} questions over all {len(every)} passages at once, in some order, "
+                f"{len(sets['long'][0].ids)} tokens",
             },
         )
         try:
