@@ -6,7 +6,6 @@ Needs an environment with vLLM: `make test-vllm`.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +13,7 @@ import pytest
 
 from kvfoundry.chunks import ChunkStore
 
+from .figures import keep
 from .prompts import QUESTIONS, prompt
 from .servers import needs_vllm, wait_for
 
@@ -66,8 +66,11 @@ def test_texts_stay_the_same(start, folder, texts, load, caching):
     assert [answer.text for answer in again] == texts
     alone = server.ask(ASKED[0], TOKENS, ignore_eos=True)
     assert alone.text == texts[0] and alone.cached >= alone.prompt_tokens // SPAN * SPAN - SPAN
-    told = {"load": load, "preempted": preempted, "preempted in all": server.counter("vllm:num_preemptions_total")}
-    print(json.dumps(told | {"loaded": server.metric("loaded_tokens"), "saved": server.metric("saved_tokens")}))
+    keep(
+        f"few blocks, load {load}, {caching[2:]}",
+        preempted=server.counter("vllm:num_preemptions_total"), loaded_tokens=server.metric("loaded_tokens"),
+        saved_tokens=server.metric("saved_tokens"),
+    )  # fmt: skip
     assert preempted > 0 and server.metric("loaded_tokens") > 0
 
     if load == "layers":  # entries that are damaged, in the step that reads them

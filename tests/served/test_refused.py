@@ -5,8 +5,6 @@ Needs an environment with vLLM: `make test-vllm`.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -60,7 +58,6 @@ def test_no_store_no_harm(start, folder):
     assert [answer.cached for answer in answers] == [0, 0] and answers[0].text == answers[1].text
     said = server.lines()
     assert said and all("serving without the store" in line for line in said)
-    print(json.dumps(said))
     server.stop()
     away = start("away", {"store": "redis://127.0.0.1:9/0?timeout=0.5"})
     again = [away.ask(ASKED) for _ in range(2)]

@@ -14,6 +14,7 @@ import pytest
 from kvfoundry.chunks import ChunkStore
 from kvfoundry.integrations.vllm.client import document_request, reading_requests
 
+from .figures import keep
 from .load import measured_load
 from .prompts import QUESTIONS, document, prompt
 from .servers import divergence, needs_vllm, wait_for
@@ -57,8 +58,11 @@ def test_what_one_server_read_another_loads(plain, start, redis, folder):
     assert hit.cached == whole_spans(hit.prompt_tokens) == spans
     wait_for(lambda: b.metric("loaded_tokens") == hit.cached and b.metric("hits", tier="redis") == spans / SPAN)
     ratio = hit.first / min(miss.first, plain[0].first)
-    told = {"tokens": miss.prompt_tokens, "miss": miss.first, "plain": plain[0].first, "hit": hit.first, "ratio": ratio}
-    print(json.dumps(told | {"load": b.metric("load_seconds")}))
+    keep(
+        "first token, seconds",
+        tokens=miss.prompt_tokens, loaded=hit.cached, without_connector=plain[0].first, miss=miss.first, hit=hit.first,
+        hit_over_faster_miss=ratio, load=b.metric("load_seconds"),
+    )  # fmt: skip
     assert ratio <= 0.35
 
     # Redis is gone: B has a copy in memory, and what is new is computed, with one bounded wait.
@@ -68,6 +72,7 @@ def test_what_one_server_read_another_loads(plain, start, redis, folder):
     computed = a.ask(prompt(QUESTIONS[0], seed=1))
     assert computed.text == plain[-1].text and computed.cached == 0
     assert computed.first < plain[0].first * 2 + 10
+    keep("first token with Redis stopped, seconds", held_in_memory=kept.first, computed=computed.first)
     b.stop()
     a.stop()
 
@@ -126,7 +131,11 @@ def test_codes_in_half_the_bytes(plain, start, folder):
     whole = 2 * 30 * 3 * 64 * 4 * spans  # float32 rows of this model
     share = coded.metric("written_bytes", tier="disk") / whole
     apart = [divergence(wanted.logprobs, answer.logprobs) for answer, wanted in zip(answers, plain, strict=False)]
-    print(json.dumps({"same": same, "share of float32": share, "KL": sum(apart) / len(apart), "worst KL": max(apart)}))
+    keep(
+        "int8",
+        same_texts=same, of=len(answers), share_of_float32_bytes=share, kl_mean=sum(apart) / len(apart),
+        kl_worst=max(apart), kl_of="the first token, over the 20 likeliest that vLLM names",
+    )  # fmt: skip
     assert same >= 9 and share <= 0.55 and max(apart) < 0.05
     coded.stop()
 
@@ -152,13 +161,15 @@ def test_documents_in_every_order(start, folder, model, repair):
         answer = server.send(made)
         assert answer.usage.prompt_tokens_details.cached_tokens >= marks[-1][1] // 128 * 128, order
         told = (answer.model_dump().get("kv_transfer_params") or {}).get("kvfoundry", {})
-        moved += told.get("approximate_tokens", 0)
-        assert told.get("repair", repair) == repair
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+        inexact = sum(max(0, min(stop, cached) - begin) for begin, stop in marks[1:])
+        assert told == {"approximate_tokens": inexact, "repair": repair}
+        moved += inexact
         ordinary = server.send({"prompt": made["prompt"]}, 1)
         assert not (ordinary.model_dump().get("kv_transfer_params") or {}), "an ordinary request is read as it is"
     assert moved > 0 and (server.metric("recomputed_tokens") > 0) == (repair != "none")
     exact = server.send({"prompt": made["prompt"]})
-    print(json.dumps({"approximate": answer.choices[0].text, "exact": exact.choices[0].text}))
+    keep(f"documents, repair {repair}", approximate=answer.choices[0].text, exact=exact.choices[0].text)
     wrong = {**made["extra_body"]["kv_transfer_params"], "documents": [[0, 9999]]}
     refused = server.send(
         {"prompt": made["prompt"], "extra_body": {"kv_transfer_params": wrong, "cache_salt": "other"}}
@@ -176,7 +187,7 @@ def test_many_clients_and_a_server_that_is_killed(start, folder, model):
     from transformers import AutoTokenizer
 
     told = measured_load(start, folder, AutoTokenizer.from_pretrained(model), requests=60, documents=8)
-    print(json.dumps(told))
+    keep("many clients", **told)
     for load in told.values():
         assert load["wrong_texts"] == load["out_of_bounds"] == 0
         assert load["hit_rate_sure"] > 0.3

@@ -70,6 +70,13 @@ def test_off_by_default_and_never_mixed_with_exact_prefixes():
     assert marked([[10, 40]], caches=True, salt="documents")[0]
 
 
+def test_a_copy_of_the_model_has_no_adapters():
+    lines = []
+    asked = request("a", 100, kv_transfer_params={"documents": [[10, 40]]}, lora_request=SimpleNamespace())
+    assert Documents(True, False, lines.append, repairs=True).spans(asked) == [] and "adapter" in lines[0]
+    assert Documents(True, False, pytest.fail).spans(asked)
+
+
 def test_a_client_s_request_is_what_the_server_reads(tokenizer):
     made = document_request(tokenizer, ["w3 w4 w5", "w6 w7"], "w8 w9", head="w1 w2 ")
     body = made["extra_body"]

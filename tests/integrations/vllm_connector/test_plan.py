@@ -158,8 +158,20 @@ def test_what_was_loaded_in_front_of_a_gap_is_still_told():
     plan, asked = planner(Stored(20, 110, 200, 280), marked=lambda _: [HEAD, ONE, TWO, three]), request("a", 300)
     plan.allocated(asked, blocks(300), plan.matched(asked, 0))
     plan.step(output({}))
+    plan.step(output({"a": 28}, new=[("a", blocks(300), 272)]))
     plan.failed(blocks(300)[12:])  # from token 192 on
     assert plan.finished("a") == 82
+
+
+def test_what_vllm_has_of_documents_is_told_too_and_what_is_computed_after_all_is_not():
+    plan, asked = planner(Stored(20, 110, 200), marked=lambda _: [HEAD, ONE, TWO]), request("a", 230)
+    assert plan.matched(asked, 192) == 0, "vLLM's own cache has all of it"
+    plan.step(output({"a": 38}, new=[("a", blocks(230), 192)]))
+    assert plan.finished("a") == 82
+    plan.matched(request("b", 230), 192)
+    plan.step(output({"b": 38}, new=[("b", blocks(230), 192)]))
+    plan.step(output({"b": 230}, cached=[("b", blocks(230, 50), 0, True)]))  # preempted, and nothing is left of it
+    assert plan.finished("b") == 0
 
 
 def test_only_what_stands_directly_behind_the_head_is_saved():

@@ -114,7 +114,7 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
             self.store = opened(self.settings.shared_tiers) if not self.refusal else None
             repairs = self.settings.blend is not None
             caching = bool(vllm_config.cache_config.enable_prefix_caching)
-            self._documents = Documents(self.settings.documents == "approximate", caching, say)
+            self._documents = Documents(self.settings.documents == "approximate", caching, say, repairs)
             self.planner = Planner(
                 self.settings.span,
                 self.block_size,

@@ -26,7 +26,7 @@ class RequestState:
     """One request of vLLM. spans: what its prompt is cut into, from its start on.
 
     found: spans from the first one on that the store has; saved: those that need not be saved any more. approximate:
-    tokens that were loaded from spans read elsewhere.
+    tokens of spans read elsewhere that it was scheduled with, loaded or from vLLM's own cache.
     """
 
     tenant: Tenant
@@ -124,13 +124,13 @@ class Planner:
             if state.load is not None:
                 loads.append(state.load)
                 state.loading, state.load = state.load, None
-                state.approximate = _approximate(state.loading, len(state.loading.blocks) * self.block_size)
         saves: list[Job] = []
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             known = self._requests.get(new.req_id)
             if known is not None:
                 known.blocks = list(new.block_ids[0])
+                known.approximate = _approximate(known.spans, new.num_computed_tokens)
                 saves += self._ready(new.req_id, known, new.num_computed_tokens + scheduled.get(new.req_id, 0))
         again = output.scheduled_cached_reqs
         for place, name in enumerate(again.req_ids):
@@ -140,6 +140,7 @@ class Planner:
             more = again.new_block_ids[place]
             if name in again.resumed_req_ids:
                 known.blocks = []
+                known.approximate = _approximate(known.spans, again.num_computed_tokens[place])
             known.blocks += more[0] if more is not None else ()
             saves += self._ready(name, known, again.num_computed_tokens[place] + scheduled.get(name, 0))
         return Work(tuple(loads), tuple(saves))
@@ -167,13 +168,13 @@ class Planner:
                 continue
             first = next(place for place, block in enumerate(job.blocks) if block in lost)
             state.found = sum(span.stop <= first * self.block_size for span in state.spans)
-            state.approximate = _approximate(job, first * self.block_size)
+            state.approximate = _approximate(state.spans, first * self.block_size)
             state.barred, state.loading = True, None
             jobs.append(job)
         return jobs
 
     def finished(self, request_id: str) -> int:
-        """The request is over, answered or cancelled; tokens of it that were loaded from documents read elsewhere."""
+        """The request is over, answered or cancelled; tokens of it that come from documents read elsewhere."""
         state = self._requests.pop(request_id, None)
         return 0 if state is None else state.approximate
 
@@ -181,6 +182,6 @@ class Planner:
         return len(self._requests)
 
 
-def _approximate(job: Job, stop: int) -> int:
-    """Tokens of a load, up to one of the prompt, that come from spans read elsewhere."""
-    return sum(max(0, min(span.stop, stop) - span.start) for span in job.spans if span.moves)
+def _approximate(spans: Iterable[Span], computed: int) -> int:
+    """How many of the first `computed` tokens lie in spans that are read elsewhere."""
+    return sum(max(0, min(span.stop, computed) - span.start) for span in spans if span.moves)
