@@ -116,7 +116,7 @@ def test_documents_land_where_the_model_would_put_them(tmp_path, family):
         worker.store.put(span_key(identity, ids, span), chunk)
     worker.store.put(span_key(identity, head + two, Span(8, 48, 8)), alone)
     spans = (Span(0, 8, 0), Span(8, 48, 8), Span(48, 88, 8))
-    load = worker.loader.begin(Job("a", Tenant(), ids[:88], spans, (5, 4, 3, 2, 1), 0), by_layer=False)
+    load = worker.loader.begin(Job("a", Tenant(), torch.tensor(ids[:88]), spans, (5, 4, 3, 2, 1), 0), by_layer=False)
     load.done.wait(20)
     assert worker.loader.bad_blocks() == set()
     slots = torch.tensor([(5 - t // 16) * 16 + t % 16 for t in range(80)])

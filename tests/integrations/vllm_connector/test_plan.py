@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvfoundry.integrations.vllm.messages import Span, Tenant
+from kvfoundry.chunks import Identity
+from kvfoundry.integrations.vllm.messages import Prompt, Span, Tenant, span_key
 from kvfoundry.integrations.vllm.plan import Planner
 
 from .fakes import output, request
@@ -16,8 +17,8 @@ class Stored:
     def __init__(self, *stops: int):
         self.stops, self.asked = set(stops), 0
 
-    def __call__(self, tenant, token_ids, span) -> bool:
-        assert span.start < span.stop <= len(token_ids)
+    def __call__(self, prompt, span) -> bool:
+        assert span.start < span.stop <= len(prompt)
         self.asked += 1
         return span.stop in self.stops
 
@@ -43,7 +44,10 @@ def test_a_new_prompt_is_saved_span_by_span_as_chunks_of_it_are_computed():
     assert spans(second.saves) == [(64, 128), (128, 192)]
     third = plan.step(output({"a": 100}, cached=[("a", blocks(300)[13:], 200, False)]))
     assert spans(third.saves) == [(192, 256)]
-    assert third.saves[0].blocks == tuple(blocks(256)) and third.saves[0].token_ids == asked.prompt_token_ids[:256]
+    assert (
+        third.saves[0].blocks == tuple(blocks(256))
+        and third.saves[0].token_ids.tolist() == asked.prompt_token_ids[:256]
+    )
     assert not plan.step(output({"a": 1}, cached=[("a", None, 300, False)])).saves
     plan.finished("a")
     assert len(plan) == 0
@@ -89,6 +93,16 @@ def test_a_waiting_request_is_looked_up_once_a_second():
     stored.stops.add(128)
     now[0] = 1.5
     assert plan.matched(asked, 0) == 128
+
+
+def test_keys_of_a_prompt_are_made_once():
+    """Every key names all tokens in front of it; a scheduler that made all anew would stand still."""
+    made = Prompt(Tenant(salt="x"), request("a", 300).prompt_token_ids)
+    models = [Identity({"format": "test", "namespace": "", "shard": str(part)}) for part in range(2)]
+    keys = made.keys(models, Span(64, 128, 64))
+    assert keys is made.keys(models, Span(64, 128, 64)) and keys[0].id != keys[1].id
+    again = span_key(Tenant(salt="x").identity(models[0]), request("a", 300).prompt_token_ids, Span(64, 128, 64))
+    assert keys[0].id == again.id and len(keys[0].context_ids) == 64
 
 
 def test_a_preempted_request_starts_over_in_other_blocks():

@@ -12,7 +12,7 @@ from kvfoundry.chunks.passage import read_passage
 from kvfoundry.errors import SpecError, UnsupportedModelError
 from kvfoundry.integrations.vllm.blocks import PlainBlocks
 from kvfoundry.integrations.vllm.messages import Job, Span, Tenant, Work, span_key
-from kvfoundry.integrations.vllm.packing import LayerShape
+from kvfoundry.integrations.vllm.packing import LayerShape, Packing, checked_method
 from kvfoundry.integrations.vllm.repair import Repairer
 from kvfoundry.integrations.vllm.settings import connector_settings
 from kvfoundry.integrations.vllm.worker import StoreWorker
@@ -37,7 +37,7 @@ def repairer(folder, blend: str, config=None) -> Repairer:
     return Repairer.of(folder, config, torch.float32, torch.device("cpu"), Blend.parse(blend))
 
 
-def chunks(model, rows=float):
+def chunks(model):
     """Head and documents as a server stores them, each read behind the head alone."""
     head = IDS[:8]
     return [
@@ -68,7 +68,7 @@ def serving(store: str, blend: str, folder, lines, load="ahead"):
 
 
 def job(first: int = 0) -> Job:
-    return Job("a", Tenant(), IDS[:88], SPANS, BLOCKS, first, QUESTION)
+    return Job("a", Tenant(), torch.tensor(IDS[:88]), SPANS, BLOCKS, first, QUESTION)
 
 
 def run(worker, load: str, first: int = 0) -> None:
@@ -111,6 +111,19 @@ def test_chosen_tokens_are_those_of_a_blend_in_one_process(tmp_path, folder):
     assert not any(layer.cache[BLOCKS[0]].any() for layer in worker.layers.values()), "blocks of others are not written"
     assert 0 < worker.numbers()["recomputed_tokens"] < 40
     worker.close()
+
+
+def test_codes_are_repaired_too(folder):
+    made = chunks(build("llama"))
+    shapes = [LayerShape(each.heads, each.keys.shape[-1], each.values.shape[-1]) for each in made[0].layers]
+    packing = Packing(checked_method("int8"), shapes, torch.float32)
+    coded = [packing.chunk(c.token_ids, c.context_ids, [(r.keys, r.values) for r in c.layers]) for c in made]
+    assert all(layer.record.form == "coded" for chunk in coded for layer in chunk.layers)
+    found = repairer(folder, "blend(ratio=0, select=none)").repaired(coded, QUESTION)
+    wanted = repairer(folder, "blend(ratio=0, select=none)").repaired(made, QUESTION)
+    for (keys, values), (other_keys, other_values) in zip(found.rows, wanted.rows, strict=True):
+        assert float((keys - other_keys).abs().max()) < 0.1 * float(other_keys.abs().max())
+        assert float((values - other_values).abs().max()) < 0.1 * float(other_values.abs().max())
 
 
 def test_a_document_that_is_gone_ends_the_repair_there(tmp_path, folder):

@@ -31,7 +31,7 @@ from kvfoundry.errors import KVFoundryError, UnsupportedModelError
 from kvfoundry.integrations.vllm.blocks import LayerBlocks
 from kvfoundry.integrations.vllm.documents import Documents
 from kvfoundry.integrations.vllm.identity import served_identity, shard_name
-from kvfoundry.integrations.vllm.messages import Held, Span, Tenant, Work, WorkerCard, span_key
+from kvfoundry.integrations.vllm.messages import Held, Prompt, Span, Work, WorkerCard
 from kvfoundry.integrations.vllm.metrics import StoreMetrics, StoreNumbers
 from kvfoundry.integrations.vllm.moving import Mover
 from kvfoundry.integrations.vllm.opening import check_groups, check_parallel, opened_layers
@@ -230,9 +230,9 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): each for rank, each in metadata.items()})
 
-    def _holds(self, tenant: Tenant, token_ids: list[int], span: Span) -> bool:
+    def _holds(self, prompt: Prompt, span: Span) -> bool:
         """Whether every worker's part of a span is somewhere."""
-        keys = [span_key(tenant.identity(shard), token_ids, span) for shard in self._shards]
+        keys = prompt.keys(self._shards, span)
         there = bool(keys) and all(
             key.id in self._held or (self.store is not None and self.store.contains(key)) for key in keys
         )

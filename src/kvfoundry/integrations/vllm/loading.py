@@ -171,7 +171,7 @@ class Loader:
         found = list(self._chunks(load))
         if not found or load.cancelled or found[-1][0].stop <= job.first:
             return
-        behind = job.token_ids[found[-1][0].stop :]
+        behind = job.token_ids[found[-1][0].stop :].tolist()
         repaired = repairer.repaired([chunk for _, chunk in found], [*behind, *job.following])
         stop = min(found[-1][0].stop, len(job.blocks) * self.block_size)
         slots = slot_numbers(job.blocks, self.block_size, job.first, stop).to(self.device)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvfoundry.integrations.vllm.messages import Job, Span, Tenant, Work
+from kvfoundry.integrations.vllm.messages import Job, Prompt, Span, Tenant, Work
 
 # Whether the store has a span of a prompt.
-Holds = Callable[[Tenant, list[int], Span], bool]
+Holds = Callable[[Prompt, Span], bool]
 # A request that waits for room is looked up again after so many seconds.
 _FRESH = 1.0
 
@@ -29,8 +29,7 @@ class RequestState:
     tokens of spans read elsewhere that it was scheduled with, loaded or from vLLM's own cache.
     """
 
-    tenant: Tenant
-    tokens: list[int]
+    prompt: Prompt
     spans: list[Span]
     found: int = 0
     looked: float = -1e9
@@ -71,12 +70,12 @@ class Planner:
             tenant = self._served(request)
             if tenant is None:
                 return None
-            tokens = list(request.prompt_token_ids)
+            prompt = Prompt(tenant, request.prompt_token_ids)
             spans = self._marked(request)
             if spans is None:
-                ends = range(self.span, len(tokens) + 1, self.span)
+                ends = range(self.span, len(prompt) + 1, self.span)
                 spans = [Span(stop - self.span, stop, stop - self.span) for stop in ends]
-            known = self._requests[request.request_id] = RequestState(tenant, tokens, spans)
+            known = self._requests[request.request_id] = RequestState(prompt, spans)
         return known
 
     # As vLLM asks: once or more often before a request is scheduled, and again after it was preempted.
@@ -93,13 +92,13 @@ class Planner:
 
     def _found(self, state: RequestState) -> int:
         for number, span in enumerate(state.spans):
-            if not self._holds(state.tenant, state.tokens, span):
+            if not self._holds(state.prompt, span):
                 return number
         return len(state.spans)
 
     def _reach(self, state: RequestState) -> int:
         """Up to which token a load can come: whole spans, whole blocks, and not the last token."""
-        stops = [span.stop for span in state.spans[: state.found] if span.stop < len(state.tokens)]
+        stops = [span.stop for span in state.spans[: state.found] if span.stop < len(state.prompt)]
         return stops[-1] // self.block_size * self.block_size if stops else 0
 
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
@@ -113,9 +112,9 @@ class Planner:
         following: tuple[int, ...] = ()
         if self._repairs and any(span.moves for span in spans):
             spans = tuple(span for span in state.spans if span.start < stop)
-            following = tuple(state.tokens[spans[-1].stop :])
-        held, tokens = tuple(blocks[: stop // self.block_size]), state.tokens[: spans[-1].stop]
-        state.load = Job(request.request_id, state.tenant, tokens, spans, held, first, following)
+            following = tuple(state.prompt.ids[spans[-1].stop :].tolist())
+        held = tuple(blocks[: stop // self.block_size])
+        state.load = self._job(request.request_id, state, spans, held, first, following)
 
     def step(self, output: Any) -> Work:
         """What the workers have to do in this step. output: vLLM's SchedulerOutput."""
@@ -155,7 +154,11 @@ class Planner:
             return []
         stop = spans[-1].stop
         blocks = tuple(state.blocks[: -(-stop // self.block_size)])
-        return [Job(name, state.tenant, state.tokens[:stop], spans, blocks)]
+        return [self._job(name, state, spans, blocks)]
+
+    def _job(self, name: str, state: RequestState, spans: tuple[Span, ...], blocks: tuple[int, ...], *more: Any) -> Job:
+        ids = state.prompt.ids[: spans[-1].stop].clone()  # what is sent to another process is sent with all its memory
+        return Job(name, state.prompt.tenant, ids, spans, blocks, *more)
 
     # Afterwards.
 

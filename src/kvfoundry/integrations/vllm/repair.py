@@ -27,6 +27,7 @@ from kvfoundry.chunks import ChunkKV
 from kvfoundry.chunks.passage import read_passage
 from kvfoundry.errors import KVFoundryError, UnsupportedModelError
 from kvfoundry.integrations.vllm.packing import Rows
+from kvfoundry.quiet import quiet
 
 # How far rows of the copy may lie from vLLM's, relative to the largest number: other kernels, other sums; and codes.
 _BOUND, _BOUND_HALF, _BOUND_CODED = 1e-3, 0.1, 0.3
@@ -58,9 +59,10 @@ class Repairer:
         from transformers import AutoModelForCausalLM
 
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(folder), config=copy.deepcopy(config), dtype=dtype, local_files_only=True
-            )
+            with quiet():
+                model = AutoModelForCausalLM.from_pretrained(
+                    str(folder), config=copy.deepcopy(config), dtype=dtype, local_files_only=True
+                )
             return cls(torch.nn.Module.to(model, device).eval(), blend)
         except KVFoundryError:
             raise
