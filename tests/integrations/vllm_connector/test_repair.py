@@ -32,9 +32,8 @@ def folder(tmp_path_factory):
     return path
 
 
-def repairer(folder, blend: str, config=None) -> Repairer:
-    config = build("llama").config if config is None else config
-    return Repairer.of(folder, config, torch.float32, torch.device("cpu"), Blend.parse(blend))
+def repairer(folder, blend: str, device: str = "cpu") -> Repairer:
+    return Repairer.of(folder, build("llama").config, torch.float32, torch.device(device), Blend.parse(blend))
 
 
 def chunks(model):
@@ -46,18 +45,20 @@ def chunks(model):
     ]
 
 
-def serving(store: str, blend: str, folder, lines, load="ahead"):
+def serving(store: str, blend: str, folder, lines, load="ahead", device="cpu"):
     model = build("llama")
     made = chunks(model)
     shape = LayerShape(made[0].layers[0].heads, made[0].layers[0].keys.shape[-1], made[0].layers[0].values.shape[-1])
     held = {
-        f"layer.{n}": PlainBlocks(torch.zeros(8, shape.heads, BLOCK, shape.key_dim + shape.value_dim), shape)
+        f"layer.{n}": PlainBlocks(
+            torch.zeros(8, shape.heads, BLOCK, shape.key_dim + shape.value_dim, device=device), shape
+        )
         for n in range(len(made[0].layers))
     }
     identity = Identity({"format": "test", "namespace": "", "method": "fullkv", "dtype": "float32"})
     told = connector_settings({"store": store, "documents": "approximate", "repair": blend, "load": load})
     worker = StoreWorker(
-        told, ChunkStore(told.tiers), identity, held, BLOCK, lines.append, repairer=repairer(folder, blend)
+        told, ChunkStore(told.tiers), identity, held, BLOCK, lines.append, repairer=repairer(folder, blend, device)
     )
     for span, chunk in zip(SPANS, made, strict=True):
         ids = IDS[:8] + IDS[span.start : span.stop] if span.start else IDS[:8]
