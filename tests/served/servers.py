@@ -31,7 +31,7 @@ needs_vllm = [
     pytest.mark.skipif(not redis_is_here(), reason="redis-server is not installed"),
 ]
 # A server that is not up after so many seconds has failed.
-_START = 240
+_START = 600
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Server:
         """One openai client, for any number of threads."""
         import openai
 
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", timeout=120, max_retries=0)
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", timeout=600, max_retries=0)
 
     def ask(self, prompt: str | list[int], tokens: int = 16, logprobs: int | None = 20, **more: Any) -> Answer:
         """One greedy completion through the openai client, as a stream. logprobs: how many of the first token's."""

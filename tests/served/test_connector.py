@@ -13,8 +13,10 @@ import pytest
 import torch
 from integrations.vllm_connector.fakes import request
 
+from kvfoundry.chunks import Identity
 from kvfoundry.integrations.vllm.blocks import OrderedBlocks
 from kvfoundry.integrations.vllm.loading import slot_numbers
+from kvfoundry.integrations.vllm.messages import Held, Span, WorkerCard, span_key
 from kvfoundry.integrations.vllm.packing import LayerShape
 from kvfoundry.integrations.vllm.serving import Serving
 from kvfoundry.integrations.vllm.settings import connector_settings
@@ -95,15 +97,15 @@ def test_hybrid_models_are_computed_in_full(vllm, lines, tmp_path):
         lines.clear()
         scheduler, worker = both(vllm, groups(vllm, *specs), f"disk:{tmp_path}:1GiB")
         worker.register_kv_caches({"layer.0": torch.zeros(8, 2, BLOCK, 128)})
+        assert computed_in_full(scheduler, worker)
         assert len(lines) == 1 and "serving without the store: its layers keep" in lines[0]
-        assert computed_in_full(scheduler, worker) and len(lines) == 1
 
 
 def test_latent_attention_is_computed_in_full(vllm, lines, tmp_path):
     latent = vllm.cache.MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     scheduler, worker = both(vllm, groups(vllm, latent), f"disk:{tmp_path}:1GiB")
     worker.register_kv_caches({"layer.0": torch.zeros(8, 1, BLOCK, 576)})
-    assert len(lines) == 1 and "MLAAttentionSpec" in lines[0] and computed_in_full(scheduler, worker)
+    assert computed_in_full(scheduler, worker) and len(lines) == 1 and "MLAAttentionSpec" in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -123,28 +125,58 @@ def test_other_back_ends_and_caches_are_computed_in_full(vllm, lines, tmp_path, 
     )
     scheduler, worker = both(vllm, groups(vllm, full(vllm)), f"disk:{tmp_path}:1GiB")
     worker.register_kv_caches({"layer.0": cache})
-    assert len(lines) == 1 and says in lines[0] and computed_in_full(scheduler, worker)
+    assert computed_in_full(scheduler, worker) and len(lines) == 1 and says in lines[0]
 
 
 def test_a_span_that_fits_no_block_is_said(vllm, lines, tmp_path):
     scheduler, worker = both(vllm, groups(vllm, full(vllm)), f"disk:{tmp_path}:1GiB", span=80)
     worker.register_kv_caches({"layer.0": torch.zeros(8, 2, BLOCK, 128)})
-    assert lines == ["serving without the store: span=80 is no multiple of vLLM's block size 32."]
     assert computed_in_full(scheduler, worker)
+    assert lines == ["serving without the store: span=80 is no multiple of vLLM's block size 32."]
 
 
-def test_a_store_that_cannot_be_opened_is_said(vllm, lines, tmp_path):
+def opening(vllm, monkeypatch, store: str, tmp_path, **settings):
+    """Both sides of a small model on the CPU, whose worker has opened its caches."""
+    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "CPU_ATTN"))
+    alone = SimpleNamespace(rank_in_group=0, world_size=1)
+    monkeypatch.setattr(vllm.connector, "get_layers_from_vllm_config", lambda *_: {"layer.0": layer})
+    monkeypatch.setattr(vllm.connector, "get_tp_group", lambda: alone)
+    monkeypatch.setattr(vllm.connector, "get_pp_group", lambda: alone)
+    identity = Identity({"format": "test", "namespace": "", "method": "fullkv", "dtype": "float32"})
+    monkeypatch.setattr(vllm.connector, "served_identity", lambda *_: identity)
+    scheduler, worker = both(vllm, groups(vllm, full(vllm)), store, **settings)
+    worker.register_kv_caches({"layer.0": torch.zeros(8, 2, BLOCK, 128)})
+    return scheduler, worker
+
+
+def test_a_store_that_cannot_be_opened_is_said_once(vllm, lines, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    assert vllm.connector.opened(connector_settings({"store": f"disk:{tmp_path / 'file'}:1GiB"}).tiers) is None
-    assert len(lines) == 1 and lines[0].startswith("serving without the store: ")
+    sides = opening(vllm, monkeypatch, f"disk:{tmp_path / 'file'}:1GiB", tmp_path)
+    assert computed_in_full(*sides)
+    assert len(lines) == 1 and lines[0].startswith("serving without the store: cannot open the store")
 
 
-def test_a_tier_that_is_away_at_start_costs_one_bounded_wait(vllm, lines):
+def test_a_tier_that_is_away_at_start_costs_one_bounded_wait(vllm, lines, tmp_path, monkeypatch):
     began = time.monotonic()
-    store = vllm.connector.opened(connector_settings({"store": "redis://127.0.0.1:9/0?timeout=0.5"}).tiers)
-    assert time.monotonic() - began < 5
+    sides = opening(vllm, monkeypatch, "redis://127.0.0.1:9/0?timeout=0.5", tmp_path)
+    assert time.monotonic() - began < 10
+    assert computed_in_full(*sides)
     assert len(lines) == 1 and lines[0].startswith("a tier is away, and requests are computed until it is back: ")
-    store.close()
+
+
+def test_a_copy_for_repair_that_cannot_be_loaded_is_said_and_prefixes_are_served(vllm, lines, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm.connector, "checkpoint_folder", lambda *_: tmp_path / "away")
+    repaired = {"documents": "approximate", "repair": "blend(ratio=0.2)"}
+    made = config(vllm, f"disk:{tmp_path / 'kv'}:1GiB", **repaired)
+    model = SimpleNamespace(quantization=None, model="m", revision=None, hf_config={}, dtype=torch.float32)
+    made.model_config, made.load_config = model, SimpleNamespace(download_dir=None)
+    monkeypatch.setitem(globals(), "config", lambda *_, **__: made)
+    scheduler, worker = opening(vllm, monkeypatch, "", tmp_path)
+    scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    assert worker.worker is not None and worker.worker.repairer is None
+    assert len(lines) == 1 and lines[0].startswith("documents are not served at other places: a second copy")
+    for each in (scheduler, worker):
+        each.shutdown()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -198,9 +230,6 @@ def test_numbers_go_through_vllm_s_hooks(vllm):
 
 def test_what_memory_of_workers_holds_is_found_by_the_scheduler(vllm, lines, tmp_path):
     """A host tier alone belongs to one server: its workers tell, and take back what turned out to be gone."""
-    from kvfoundry.chunks import Identity
-    from kvfoundry.integrations.vllm.messages import Held, Span, WorkerCard, span_key
-
     scheduler, worker = both(vllm, groups(vllm, full(vllm)), "host:1GiB")
     identity = Identity({"format": "test", "namespace": "", "method": "fullkv"})
     card = vllm.connector.Introduction(WorkerCard(identity))
@@ -221,6 +250,6 @@ def test_what_memory_of_workers_holds_is_found_by_the_scheduler(vllm, lines, tmp
     scheduler.set_xfer_handshake_metadata({0: card, 1: vllm.connector.Introduction(WorkerCard(refusal="no"))})
     news(Held(new=names))
     assert scheduler.get_num_new_matched_tokens(request("d", 200), 0) == (0, False)
-    assert scheduler.get_kv_connector_stats().data["lookups"] > 0 and not lines
+    assert scheduler.get_kv_connector_stats().data["lookups"] > 0 and lines == ["serving without the store: no"]
     scheduler.shutdown()
     worker.shutdown()

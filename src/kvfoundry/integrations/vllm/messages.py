@@ -103,10 +103,14 @@ class Work:
 
 @dataclass(frozen=True)
 class WorkerCard:
-    """What a worker says of itself when it starts. identity: of what it stores; refusal: why it stores nothing."""
+    """What a worker says of itself when it starts. identity: of what it stores; refusal: why it stores nothing.
+
+    notes: lines for the log. The scheduler says each once, however many workers have the same.
+    """
 
     identity: Identity | None = None
     refusal: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
