@@ -1,10 +1,10 @@
 """Documents at any place behind vLLM: what is found, what it costs in answers, and when they begin, per repair.
 
-    python benchmarks/vllm_documents.py [--limit 3000] [--tables]
+    python benchmarks/vllm_documents.py [--limit 3000] [--only long] [--tables]
 
 Needs an environment with vLLM (`make test-vllm` makes one). The questions of `kvfoundry eval ragqa` that ship with the
 library, over their passages in their order; four passages in all 24 orders, with the questions that they answer; and a
-few questions over many passages at once, for the time.
+few questions over many passages at once, for the time: each is asked of the server without the connector right after.
 Every passage is read once behind the worked example that opens the prompt. The reference is a server without the
 connector, which computes the same token ids in full. F1 is that of the greedy answer; the divergence is
 KL(full || repair) of its first token, over the 20 likeliest tokens that vLLM names. Intervals are percentiles of a
@@ -23,6 +23,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import permutations
@@ -131,31 +132,32 @@ def summary(arm: str, rows: list[dict[str, float]], full: list[dict[str, float]]
         "f1_loss_interval": bootstrap(loss),
         "kl_interval": bootstrap([row["kl"] for row in rows]),
         "first_seconds_median": round(median(row["first"] for row in rows), 4),
+        **({"share_of_full_median": round(median(row["share"] for row in rows), 4)} if "share" in rows[0] else {}),
     }
 
 
 def measure(record: Record, model: Path, asker: Asker, sets: dict[str, list[Request]], texts: list[str]) -> None:
-    """All arms, one server after the other."""
+    """All repairs, one server after the other, beside the server without the connector."""
     more = ("--block-size", str(BLOCK))
-    with tempfile.TemporaryDirectory() as folder:
-        wanted: dict[str, list[Answer]] = {}
-        plain = Server(model, Path(folder) / "plain.log", None, *more)
-        try:
-            for name, requests in sets.items():
-                wanted[name] = [asker.ask(plain, each, marked=False) for each in requests]
-        finally:
-            plain.stop()
-        full = {
-            name: [row_of(asker, each, answer, answer) for each, answer in zip(requests, wanted[name], strict=True)]
-            for name, requests in sets.items()
-        }
-        keep(record, [(name, summary(FULL, rows, rows)) for name, rows in full.items()])
-        for repair in REPAIRS:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
+
+        def start(name: str, settings: dict[str, Any] | None, until: ExitStack) -> Server:
+            server = Server(model, Path(folder) / f"{name}.log", settings, *more)
+            until.callback(server.stop)
+            return server
+
+        plain = start("plain", None, running)
+        wanted, full = {}, {}
+        for name, requests in sets.items():
+            wanted[name] = [asker.ask(plain, each, marked=False) for each in requests]
+            full[name] = [row_of(asker, *each, each[1]) for each in zip(requests, wanted[name], strict=True)]
+            keep(record, name, summary(FULL, full[name], full[name]))
+        for number, repair in enumerate(REPAIRS):
             record.check_time()
-            disk = Path(folder) / f"disk{REPAIRS.index(repair)}"
+            disk = Path(folder) / f"disk{number}"
             settings = {"store": f"disk:{disk}:4GiB", "documents": "approximate", "repair": repair}
-            server = Server(model, Path(folder) / "server.log", settings, *more)
-            try:
+            with ExitStack() as until:
+                server = start(f"repair{number}", settings, until)
                 for request in reading_requests(asker.tokenizer, texts, head=EXAMPLE):
                     server.send(request)
                 wait_for(lambda disk=disk: len(list(disk.rglob("*.safetensors"))) == len(texts) + 1, 120)
@@ -163,41 +165,38 @@ def measure(record: Record, model: Path, asker: Asker, sets: dict[str, list[Requ
                     rows = []
                     for each, answer in zip(requests, wanted[name], strict=True):
                         rows.append(row_of(asker, each, asker.ask(server, each, marked=True), answer))
-                    keep(record, [(name, summary(repair, rows, full[name]))])
-                server.ask("Counters come with the next step.", 2)
-                counted = ("loaded_tokens", "moved_tokens", "recomputed_tokens", "load_seconds")
-                record.content.setdefault("counters", {})[repair] = {name: server.metric(name) for name in counted}
-                said = [line for line in server.lines() if "computed" in line or "not served" in line]
-                if said:
-                    record.note(f"{repair}: {said[0]}")
-            finally:
-                server.stop()
+                        if name == "long":  # the machine is shared: only what is measured side by side is compared
+                            rows[-1]["share"] = rows[-1]["first"] / asker.ask(plain, each, marked=False).first
+                    keep(record, name, summary(repair, rows, full[name]))
+                for line in [line for line in server.lines() if "computed" in line or "not served" in line][:1]:
+                    record.note(f"{repair}: {line}")
 
 
-def keep(record: Record, figures: list[tuple[str, dict[str, Any]]]) -> None:
-    for name, figure in figures:
-        print(json.dumps({"set": name, **figure}), flush=True)
-        record.content["figures"].append({"set": name, **figure})
+def keep(record: Record, name: str, figure: dict[str, Any]) -> None:
+    print(json.dumps({"set": name, **figure}), flush=True)
+    record.content["figures"].append({"set": name, **figure})
     record.save()
 
 
 def tables(told: dict[str, Any]) -> str:
     lines = []
     for name, title in told["sets"].items():
+        own = [each for each in told["figures"] if each["set"] == name]
+        timed = any("share_of_full_median" in each for each in own)
         lines += [
             f"{title}:",
             "",
-            "| repair | found | F1 | F1 lost (95 %) | KL of the first token (95 %) | same answer | first token |",
-            "|---|---|---|---|---|---|---|",
+            "| repair | found | F1 | F1 lost (95 %) | KL of the first token (95 %) | same answer |"
+            + (" first token, of a full prefill beside it |" if timed else ""),
+            "|---|---|---|---|---|---|" + ("---|" if timed else ""),
         ]
-        for row in (each for each in told["figures"] if each["set"] == name):
-            loss, kl = row["f1_loss_interval"], row["kl_interval"]
-            full = row["arm"] == FULL
+        for row in own:
+            loss, kl, full = row["f1_loss_interval"], row["kl_interval"], row["arm"] == FULL
+            time = "" if full else f"{row.get('share_of_full_median', 0):.2f}"
             lines.append(
                 f"| {FULL if full else '`' + row['arm'] + '`'} | {'' if full else format(row['found'], '.0%')} | "
                 f"{row['f1']:.1f} | {row['f1_loss']:.1f} ({loss[0]:.1f} to {loss[1]:.1f}) | "
-                f"{row['kl']:.3f} ({kl[0]:.3f} to {kl[1]:.3f}) | {row['same']:.0%} | "
-                f"{row['first_seconds_median']:.2f} s |"
+                f"{row['kl']:.3f} ({kl[0]:.3f} to {kl[1]:.3f}) | {row['same']:.0%} |" + (f" {time} |" if timed else "")
             )
         lines.append("")
     return "\n".join(lines)
@@ -213,6 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=float, default=3000, help="seconds behind which no further repair is begun")
     parser.add_argument("--samples", type=int, help="only the first of the questions")
+    parser.add_argument("--only", choices=("questions", "orders", "long"), help="one set; others keep their figures")
     parser.add_argument("--tables", action="store_true", help="renew the tables from the results that are there")
     options = parser.parse_args()
     if not options.tables:
@@ -252,6 +252,12 @@ def main() -> None:
                 f"{len(sets['long'][0].ids)} tokens",
             },
         )
+        if options.only:
+            held = json.loads(RESULTS.read_text())
+            record.content |= {name: held[name] for name in ("sets", "counters") if name in held}
+            record.content["also"] = held["command"]
+            record.content["figures"] = [each for each in held["figures"] if each["set"] != options.only]
+            sets = {options.only: sets[options.only]}
         try:
             measure(record, model, asker, sets, texts)
         except OutOfTime:
