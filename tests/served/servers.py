@@ -126,8 +126,8 @@ class Server:
         return found
 
     def lines(self) -> list[str]:
-        """What the connector said in vLLM's log."""
-        return [line for line in self.log.read_text().splitlines() if "kvfoundry: " in line]
+        """What the connector warned of in vLLM's log."""
+        return [line for line in self.log.read_text().splitlines() if " WARNING " in line and "kvfoundry: " in line]
 
     def stop(self, how: int = signal.SIGTERM) -> None:
         """Gone, with its engine and workers; after a while by force."""
