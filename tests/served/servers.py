@@ -142,7 +142,7 @@ class Server:
         self._out.close()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     """Until something has happened; an AssertionError when it has not in so many seconds."""
     end = time.monotonic() + seconds
     while not condition():

@@ -49,7 +49,7 @@ def test_texts_stay_the_same(start, folder, texts, load, caching):
     assert [answer.text for answer in all_at_once(server)] == texts
     preempted = server.counter("vllm:num_preemptions_total")
     with ChunkStore(disk, look=True) as store:
-        wait_for(lambda: len(store.listing()["disk"]) >= 4 * 3, 60)
+        wait_for(lambda: len(store.listing()["disk"]) >= 4 * 3)
 
     # Clients that go away: while a prompt waits or is loaded, and in the middle of an answer.
     for patience in (0.0, 0.05, 0.3, 1.0):
@@ -60,7 +60,7 @@ def test_texts_stay_the_same(start, folder, texts, load, caching):
         cancelled.close()
     with contextlib.suppress(Exception):
         server.client.with_options(timeout=0.02).completions.create(model="model", prompt=ASKED[1], max_tokens=240)
-    wait_for(lambda: server.counter("vllm:num_requests_running") + server.counter("vllm:num_requests_waiting") == 0, 60)
+    wait_for(lambda: server.counter("vllm:num_requests_running") + server.counter("vllm:num_requests_waiting") == 0)
 
     again = all_at_once(server)
     assert [answer.text for answer in again] == texts

@@ -51,7 +51,7 @@ def test_what_one_server_read_another_loads(plain, start, redis, folder):
     miss = a.ask(prompt(QUESTIONS[0]))
     assert miss.text == plain[0].text and miss.cached == 0 and 2900 <= miss.prompt_tokens <= 3200
     spans = whole_spans(miss.prompt_tokens)
-    wait_for(lambda: entries(f"{disk},{shared}") >= spans / SPAN, 60)
+    wait_for(lambda: entries(f"{disk},{shared}") >= spans / SPAN)
 
     hit = b.ask(prompt(QUESTIONS[1]))
     assert hit.text == plain[1].text
@@ -92,7 +92,7 @@ def test_what_one_server_read_another_loads(plain, start, redis, folder):
         file.write_bytes(bytes(data))
     assert again.ask(prompt(QUESTIONS[4])).text == plain[4].text
     assert any("were not loaded and are computed" in line for line in again.lines())
-    wait_for(lambda: entries(disk) >= spans / SPAN, 60)
+    wait_for(lambda: entries(disk) >= spans / SPAN)
     whole = again.ask(prompt(QUESTIONS[4]))
     assert whole.text == plain[4].text and whole.cached == spans
     again.stop()
@@ -124,7 +124,7 @@ def test_codes_in_half_the_bytes(plain, start, folder):
     coded = start("int8", {"store": f"host:1GiB,disk:{folder / 'int8'}:4GiB", "method": "int8"})
     first = coded.ask(prompt(QUESTIONS[0]))
     spans = whole_spans(first.prompt_tokens)
-    wait_for(lambda: entries(f"disk:{folder / 'int8'}") >= spans / SPAN, 60)
+    wait_for(lambda: entries(f"disk:{folder / 'int8'}") >= spans / SPAN)
     answers = [coded.ask(prompt(question)) for question in QUESTIONS]
     assert all(answer.cached == spans for answer in answers)
     same = sum(answer.text == wanted.text for answer, wanted in zip(answers, plain, strict=False))
