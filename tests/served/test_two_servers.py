@@ -13,6 +13,7 @@ import pytest
 
 from kvfoundry.chunks import ChunkStore
 from kvfoundry.integrations.vllm.client import document_request, reading_requests
+from kvfoundry.integrations.vllm.settings import connector_settings
 
 from .figures import keep
 from .load import measured_load
@@ -163,7 +164,7 @@ def test_documents_in_every_order(start, folder, model, repair):
         told = (answer.model_dump().get("kv_transfer_params") or {}).get("kvfoundry", {})
         cached = answer.usage.prompt_tokens_details.cached_tokens
         inexact = sum(max(0, min(stop, cached) - begin) for begin, stop in marks[1:])
-        assert told == {"approximate_tokens": inexact, "repair": repair}
+        assert told == {"approximate_tokens": inexact, "repair": connector_settings(settings).repair}
         moved += inexact
         ordinary = server.send({"prompt": made["prompt"]}, 1)
         assert not (ordinary.model_dump().get("kv_transfer_params") or {}), "an ordinary request is read as it is"
