@@ -31,14 +31,27 @@ def redis(folder):
 
 @pytest.fixture(scope="module")
 def start(model, folder):
-    """Starts servers, at most a few at once, and stops what is left at the end."""
+    """Starts servers; `start.stop()` ends those that still run."""
     running: list[Server] = []
+
+    def stop() -> None:
+        while running:
+            running.pop().stop()
 
     def begin(name: str, settings, *more: str, dtype: str = "float32", other: Path = model) -> Server:
         """other: what is served in place of the embedded model."""
         running.append(Server(other, folder / f"{name}.log", settings, *more, dtype=dtype))
         return running[-1]
 
+    begin.stop = stop
     yield begin
-    for server in running:
-        server.stop()
+    stop()
+
+
+@pytest.fixture(autouse=True)
+def _no_server_outlives_its_test(request):
+    """A test that fails leaves its servers running."""
+    begin = request.getfixturevalue("start") if "start" in request.fixturenames else None
+    yield
+    if begin is not None:
+        begin.stop()
