@@ -130,7 +130,9 @@ class Server:
         return [line for line in self.log.read_text().splitlines() if " WARNING " in line and "kvfoundry: " in line]
 
     def stop(self, how: int = signal.SIGTERM) -> None:
-        """Gone, with its engine and workers; after a while by force."""
+        """Gone, with its engine and workers; after a while by force. Nothing where it is gone."""
+        if self._out.closed:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, how)
         with contextlib.suppress(subprocess.TimeoutExpired):
