@@ -3,8 +3,9 @@
     python benchmarks/decode.py [--out benchmarks/results/decode.json] [--limit 115] [--arms graph compiled ...]
 
 The shape is that of Llama-3.1-8B in bfloat16 with random weights; nothing is fetched. Caches are filled with random
-rows, since what they hold does not change the time. First the engine's logits and tokens are compared with those of the
-plain path for every method; one that fails is reported, and the command exits with 1. A figure is the median over
+rows, since what they hold does not change the time. First the engine's logits are compared with those of the plain path
+for every method, in float32 on four layers of the same shape, where rounding does not hide a fault; one that fails is
+reported, and the command exits with 1. A figure is the median over
 steps, in milliseconds; the roofline beside it is (bytes of weights + bytes of rows) / measured copy bandwidth. Stored
 bytes are set against the bytes of the rows that the budget allows. The file is written after every figure; what does
 not fit into `--limit` seconds is left out and named. `--device cpu --config tiny` runs it all on a toy.
@@ -13,12 +14,13 @@ not fit into `--limit` seconds is left out and named. `--device cpu --config tin
 from __future__ import annotations
 
 import argparse
+import copy
 import platform
 import statistics
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,9 @@ from kvfoundry.layouts import DenseRows, Layout
 from kvfoundry.layouts.ragged import RaggedRows
 
 RESULTS = Path(__file__).resolve().parent / "results" / "decode.json"
-# float32 or bfloat16 logits of the same rows, relative to the norm of the plain path's
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+# Logits of the same rows in float32, relative to the norm of the plain path's: products of a GPU may round to 10 bits.
+TOLERANCE = {"cpu": 1e-4, "cuda": 3e-3}
+GATE_LAYERS = 4
 STEPS = 48
 # Kinds of methods that keep a tenth of the rows, and rows that quest reads.
 DROPPING = ("snapkv", "adakv", "h2o")
@@ -196,10 +199,11 @@ def specs(tokens: int) -> dict[str, str | None]:
     }
 
 
-def gates(bench: Bench) -> None:
+def gates(whole: Bench) -> None:
     """The engine says what the plain path says, and its graph what its plain step says."""
+    bench = shallow(whole)
     batch, tokens = bench.setting.gate
-    limit = TOLERANCE[bench.setting.dtype]
+    limit = TOLERANCE[bench.device.type]
     for kind, spec in specs(tokens).items():
         kept = tokens // 10 if kind in DROPPING else tokens
         plain = bench.cache(spec, kind, batch, tokens, kept)
@@ -226,6 +230,16 @@ def gates(bench: Bench) -> None:
             graph_gate(bench, kind, again, ids)
 
 
+def shallow(whole: Bench) -> Bench:
+    """The same in float32 with few layers."""
+    config = copy.deepcopy(whole.setting.config)
+    config.num_hidden_layers = min(GATE_LAYERS, config.num_hidden_layers)
+    setting = replace(whole.setting, config=config, dtype=torch.float32)
+    model = built(setting, whole.device)
+    attach(model)
+    return Bench(whole.board, model, setting, whole.device)
+
+
 def graph_gate(bench: Bench, kind: str, cache: KVCache, ids: Tensor) -> None:
     """A replayed step says what the same step says without a graph, whatever token it is given."""
     said: list[list[Tensor]] = []
@@ -238,13 +252,13 @@ def graph_gate(bench: Bench, kind: str, cache: KVCache, ids: Tensor) -> None:
             program.ids.copy_(tokens[:, number : number + 1])
             program.advance()
             assert program.said is not None
-            said[-1].append(program.said.float())
+            said[-1].append(program.said.float().clone())  # a replay writes where the last one did
         if graph and not program.is_recorded:
             bench.board.note(f"{kind}: {program.note}")
             bench.board.gate(f"{kind}: a graph is recorded", 1.0, 0.0)
         engine.clear()
     error = max(float((a - b).norm() / a.norm()) for a, b in zip(*said, strict=True))
-    bench.board.gate(f"{kind}: logits of replays", error, TOLERANCE[bench.setting.dtype])
+    bench.board.gate(f"{kind}: logits of replays", error, TOLERANCE[bench.device.type])
 
 
 def engine_step(bench: Bench, arm: str, kind: str, batch: int, tokens: int) -> None:

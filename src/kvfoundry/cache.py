@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from kvfoundry import compat
 from kvfoundry.attention import attach, backend_of, family_of
 from kvfoundry.calibration import identity_of
+from kvfoundry.devices import input_device, layer_devices
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
 from kvfoundry.kernels.attention import backend
 from kvfoundry.layer import CacheLayer
@@ -66,6 +67,12 @@ class KVCache(Cache):
     def attention_layers(self) -> list[CacheLayer]:
         """The layers that hold rows."""
         return [layer for layer in self.layers if isinstance(layer, CacheLayer)]
+
+    def devices(self, model: PreTrainedModel) -> list[torch.device]:
+        """Where each of `attention_layers` computes, and so where its rows belong; several for a split model."""
+        places, default = layer_devices(model), input_device(model)
+        numbers = [number for number, layer in enumerate(self.layers) if isinstance(layer, CacheLayer)]
+        return [places.get(number, default) for number in numbers]
 
     def expect_prompt(self, tokens: int) -> None:
         """Announce a prompt of `tokens` columns that arrives in several calls: methods treat all of them as prompt.
@@ -159,10 +166,29 @@ class KVCache(Cache):
         return float(torch.stack(shares).mean()) if shares else 1.0
 
     @property
+    def prefill_share(self) -> float | None:
+        """Attention of the prompt that was computed, as a share of what dense attention computes, in blocks over all
+        full-attention layers and heads; None where no method said what to leave out."""
+        return self.prompt.work.share
+
+    @property
     def notes(self) -> list[str]:
         """What a reader of results must know: methods that did not act, and why."""
         lost = self.prompt.losses.sentence(self.method)
-        return [*([] if lost is None else [lost]), *self._parking_notes(), *self._idle_notes()]
+        return [*([] if lost is None else [lost]), *self._prefill_notes(), *self._parking_notes(), *self._idle_notes()]
+
+    def _prefill_notes(self) -> list[str]:
+        if self.method.prefill is None or not self.seen_tokens:
+            return []
+        share = self.prefill_share
+        if share is None:
+            what = (
+                "read no prompt: it came from chunks" if self._full_layers() else "acts on no layer: all have windows"
+            )
+            return [f"{self.method} {what}."]
+        if share == 1:
+            return [f"{self.method} left nothing out: its patterns cover a prompt of this length."]
+        return [f"{self.method} computed {share:.1%} of the prompt's attention."]
 
     def _parking_notes(self) -> list[str]:
         if any(layer.rests for layer in self.attention_layers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,9 +14,31 @@ def input_device(model: Any) -> torch.device:
     device: torch.device = model.device
     if device.type != "meta":
         return device
-    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
-    place = getattr(hook, "execution_device", None)
-    return device if place is None else torch.device(place)
+    return computing_device(model.get_input_embeddings()) or device
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside the block a CUDA device is the present one: where Triton launches, graphs record and events are noted."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def is_spread(model: Any) -> bool:
+    """Whether accelerate has put parts of a model in more than one place."""
+    return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+
+
+def computing_device(module: nn.Module) -> torch.device | None:
+    """The device that a module computes on, also when its weights wait elsewhere; None where nothing says it."""
+    for parameter in module.parameters():
+        if parameter.device.type != "meta":
+            return parameter.device
+    for part in module.modules():
+        hook = getattr(part, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            place = getattr(each, "execution_device", None)
+            if place is not None:
+                return torch.device(place)
+    return None
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -30,3 +53,16 @@ def weight_of(module: nn.Module) -> Tensor:
         fetched = module.weight
         assert isinstance(fetched, Tensor)
         return fetched.detach()
+
+
+def layer_devices(model: Any) -> dict[int, torch.device]:
+    """Where every layer of a model computes, by its number in the cache."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    found: dict[int, torch.device] = {}
+    for module in (decoder or model).modules():
+        number = getattr(module, "layer_idx", None)
+        if isinstance(number, int) and number not in found:
+            place = computing_device(module)
+            if place is not None:
+                found[number] = place
+    return found

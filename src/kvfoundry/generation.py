@@ -39,7 +39,8 @@ class Generation:
     ttft_seconds until the first token (and the second pass of a method that has one), ms_per_token per decode step
     after it (0 when there was none). reused_tokens, recomputed_tokens: of documents whose chunks were in the store, and
     of the context that a blend computed again. store_report: hits by tier, reasons of misses, bytes and stalls of the
-    batch, see `kvfoundry.chunks.report.Report`.
+    batch, see `kvfoundry.chunks.report.Report`. prefill_share: attention of the batch's prompts that was computed, see
+    `KVCache.prefill_share`.
     """
 
     text: str
@@ -60,6 +61,7 @@ class Generation:
     reused_tokens: int = 0
     recomputed_tokens: int = 0
     store_report: dict[str, Any] | None = None
+    prefill_share: float | None = None
 
 
 def generate(
@@ -101,9 +103,9 @@ def generate(
     follows. documents: texts in front of the prompts, one list for all or one for each; their chunks are looked up in
     `store` and blended as `blend` says, see `kvfoundry.blend.blended_cache`, also for chunk_method, head, namespace.
     engine: True decodes answers by a `DecodeEngine` (static rows, a CUDA graph where there is a GPU), and by
-    transformers' loop where it cannot serve method, model or options (`notes` say why); the loop is the default. An
-    engine of your own keeps its graph from call to call. require_kernels:
-    an error instead of the loop. compile: the engine's model goes through torch.compile.
+    transformers' loop where it cannot serve method, model or options (`notes` say why). None does so where a GPU and
+    Triton are there, without a note; False never does. An engine of your own keeps its graph from call to call.
+    require_kernels: an error instead of the loop. compile: the engine's model goes through torch.compile.
     streamer, generation_config, seed and further keywords (do_sample, num_beams, stop_strings, ...) are transformers'.
     Returns a string or a list of strings in the order of the prompts; with details=True `Generation` objects.
     Raises DataError for an empty prompt or one that does not fit the model.
@@ -249,11 +251,12 @@ class Held:
     peak: int
     parked: int
     kept: list[Kept]
+    prefill_share: float | None
 
     @classmethod
     def by(cls, cache: KVCache) -> Held:
         """What this cache holds now."""
-        return cls(cache.nbytes, cache.peak_nbytes, cache.parked_nbytes, kept_by_row(cache))
+        return cls(cache.nbytes, cache.peak_nbytes, cache.parked_nbytes, kept_by_row(cache), cache.prefill_share)
 
 
 class _Clock(StoppingCriteria):
@@ -409,6 +412,7 @@ def generations(
                 kept_share=kept.share,
                 kept_profile=kept.profile,
                 parked_bytes=held.parked // len(answers),
+                prefill_share=held.prefill_share,
                 **shared,
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,14 +36,15 @@ def kept_by_row(cache: KVCache) -> list[Kept]:
     real = layers[0].real
     assert real is not None
     lengths = [layer.lengths for layer in layers]
-    complete = torch.stack([(length == real[:, None]).all(dim=1) for length in lengths]).all(dim=0)
-    held, heads = (None, 0) if bool(complete.all()) else _heads_holding([layer.positions for layer in layers])
-    found = []
-    for row, tokens in enumerate(real.tolist()):
-        rows = float(torch.stack([length[row].double().mean() for length in lengths]).mean())
-        profile = None if held is None or complete[row] else _digits(held[row], heads, tokens)
-        found.append(Kept(rows, rows / max(tokens, 1), profile))
-    return found
+    complete = torch.stack([(length == real[:, None]).all(dim=1) for length in lengths]).all(dim=0).tolist()
+    rows = torch.stack([length.double().mean(dim=1) for length in lengths]).mean(dim=0).tolist()
+    profiles: list[str | None] = [None] * len(complete)
+    if not all(complete):
+        profiles = list(_profiles(*_heads_holding([layer.positions for layer in layers]), real))
+    return [
+        Kept(row, row / max(tokens, 1), None if whole else profile)
+        for row, tokens, whole, profile in zip(rows, real.tolist(), complete, profiles, strict=True)
+    ]
 
 
 def _heads_holding(positions: list[Tensor]) -> tuple[Tensor, int]:
@@ -52,22 +54,25 @@ def _heads_holding(positions: list[Tensor]) -> tuple[Tensor, int]:
     as often as one that keeps a set per query head.
     """
     most = max(layer.shape[1] for layer in positions)
-    last = max(int(layer.max()) for layer in positions if layer.numel())
-    held = torch.zeros(positions[0].shape[0], last + 2, dtype=torch.long)
+    last = int(torch.stack([layer.max().cpu() for layer in positions if layer.numel()]).max())
+    held: dict[torch.device, Tensor] = {}
     for layer in positions:
+        if layer.device not in held:
+            held[layer.device] = torch.zeros(layer.shape[0], last + 2, dtype=torch.int32, device=layer.device)
         places = (layer + 1).flatten(1)  # an absent row counts for the slot in front, which is cut off
-        counts = torch.zeros(places.shape[0], last + 2, dtype=torch.long, device=layer.device)
-        held += counts.scatter_add_(1, places, torch.ones_like(places)).cpu() * (most // layer.shape[1])
-    return held[:, 1:], most * len(positions)
+        each = torch.full_like(places, most // layer.shape[1], dtype=torch.int32)
+        held[layer.device].scatter_add_(1, places, each)
+    return sum(counts.cpu().long() for counts in held.values())[:, 1:], most * len(positions)  # type: ignore[index]
 
 
-def _digits(held: Tensor, heads: int, tokens: int) -> str:
-    """The profile of one batch row. held: [positions], heads that hold each."""
-    bins, held = min(tokens, BINS), held[:tokens]
-    total = torch.zeros(tokens + 1, dtype=torch.long)
-    total[1 : held.numel() + 1] = held.cumsum(0)
-    total[held.numel() + 1 :] = held.sum()  # the newest tokens may be held nowhere
-    edges = torch.arange(bins + 1) * tokens // bins
-    sums, full = total[edges].diff(), edges.diff() * heads
-    digits = torch.where(sums == full, 9, torch.where(sums == 0, 0, 1 + 8 * sums // full))
-    return "".join(map(str, digits.tolist()))
+def _profiles(held: Tensor, heads: int, real: Tensor) -> Iterator[str]:
+    """The profile of every batch row. held: [batch, positions], heads that hold each; real: [batch] tokens."""
+    total = torch.zeros(held.shape[0], int(real.max()) + 1, dtype=torch.long)
+    total[:, 1 : held.shape[1] + 1] = held.cumsum(1)[:, : total.shape[1] - 1]
+    total[:, held.shape[1] + 1 :] = held.sum(1, keepdim=True)  # the newest tokens may be held nowhere
+    for row, tokens in zip(total, real.tolist(), strict=True):
+        bins = min(tokens, BINS)
+        edges = torch.arange(bins + 1) * tokens // bins
+        sums, full = row[edges].diff(), edges.diff() * heads
+        digits = torch.where(sums == full, 9, torch.where(sums == 0, 0, 1 + 8 * sums // full))
+        yield (digits + ord("0")).to(torch.uint8).numpy().tobytes().decode()

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from kvfoundry.acting import Turn
 from kvfoundry.columns import picked_columns, restored_columns
 from kvfoundry.errors import CacheStateError, UnsupportedModelError
+from kvfoundry.kernels.attention.remembering import Remembering
 from kvfoundry.layer_state import LayerState
 from kvfoundry.layouts import DenseRows
 from kvfoundry.layouts.base import Reading
 from kvfoundry.method import Method
-from kvfoundry.prompt_mask import PromptMask
+from kvfoundry.prompt_mask import PromptMask, Tokens
 from kvfoundry.reading import Reader
 from kvfoundry.selection.evidence import Evidence, Memo
 
@@ -110,7 +111,7 @@ class CacheLayer(LayerState):
         in_prompt = self._enter(columns)
         self._halfway = True
         reading = Reading(
-            self.kernel,
+            Remembering(self.kernel) if columns > 1 and self.sums_columns else self.kernel,
             query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap,
             sinks,
@@ -123,7 +124,7 @@ class CacheLayer(LayerState):
         self._longest = self._longest + columns if tokens.counts is None else int(self.real.max())
         self._store(keys, values, tokens.positions, tokens.counts)
         assert self.rows is not None
-        output = self._read(query, tokens.positions, reading, in_prompt=in_prompt)
+        output = self._read(query, tokens, reading, in_prompt=in_prompt)
         if columns > 1:  # a single row cannot make a new peak that `peak_nbytes` of the cache would not see
             self.note_bytes()
         if self.watch is not None:
@@ -182,15 +183,22 @@ class CacheLayer(LayerState):
         if self._coding is not None:
             view = leader.rows.view()
             self._coding.enter(view.keys, view.values)
-        self.rows = leader.rows.shared()
+        self.rows, self.prompt.work = leader.rows.shared(), leader.prompt.work
         self._grant_reading(in_prompt=True)
         self.note_bytes()
         self._finish(query, positions, reading, module, own=True, in_prompt=in_prompt, columns=columns, memo=memo)
         self._halfway = False
 
-    def _read(self, query: Tensor, positions: Tensor, reading: Reading, *, in_prompt: bool) -> Tensor:
-        """Attend to all rows, or in decode to those that the method's reader picks."""
+    def _read(self, query: Tensor, tokens: Tokens, reading: Reading, *, in_prompt: bool) -> Tensor:
+        """Attend to all rows, or to those that the method's patterns pick in the prompt and its reader in decode."""
         assert self.rows is not None and self.real is not None
+        positions, prefill = tokens.positions, self.method.prefill
+        if in_prompt and prefill is not None and self.rule.span is None:
+            counts = torch.full_like(self.real, query.shape[2]) if tokens.counts is None else tokens.counts
+            output, self.prompt.work = prefill.attend(
+                self.rows, query, positions, counts, reading, self.layer_idx, self.prompt.work
+            )
+            return output
         reader = self._grant_reading(in_prompt=in_prompt)
         if reader is None or in_prompt or self.watch is not None:
             return self.rows.attend(query, positions, reading)

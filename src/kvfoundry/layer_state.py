@@ -62,6 +62,7 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
         # Called in place of eviction while set; the rows of such a call are read and then forgotten.
         self.watch: Callable[[Any, Tensor, Tensor, Reading, nn.Module | None], None] | None = None
         self.pair: LayerPair | None = None  # set by the cache where the method merges two layers
+        self.sums_for_others = False  # methods that look on ask for column sums
         self.keeps_whole_window = False  # a window layer keeps every row, for a text that is to be read in other places
         self._noted = 0
         self._clear()
@@ -105,6 +106,12 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
     def acts(self) -> bool:
         """Whether it may drop some at the next call: since a recall it rests, unless told to act again."""
         return self.evicts and not self.rests
+
+    @property
+    def sums_columns(self) -> bool:
+        """Whether somebody will ask what the queries of a prompt gave to every row."""
+        score = self.method.score
+        return self.sums_for_others or (self.acts and score is not None and score.sums_columns)
 
     def get_seq_length(self) -> int:
         """Columns seen: positions go on from here, whatever is stored."""
@@ -321,6 +328,7 @@ class LayerState(RefusesTensorUse, TravellingKey, CacheLayerMixin):
 
         Raises CacheStateError when rows of the remaining tokens are gone, so the state cannot be what it was.
         """
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 gives a number on the device
         remaining = self.seen + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.seen)
         if remaining == self.seen or self.rows is None:
             return

@@ -29,6 +29,7 @@ from kvfoundry.selection.schedule import Schedule
 from kvfoundry.selection.scores import Score
 from kvfoundry.selection.scores.reconstruction import Reconstruction
 from kvfoundry.selection.units import Unit
+from kvfoundry.sparse_prefill.prefill import SparsePrefill
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Piece:
     refine: Refinement | None = None
     dispose: Disposal | None = None
     read: Reader | None = None
+    prefill: SparsePrefill | None = None
     pairs: LayerPairs | None = None
     codec: RowsCodec | None = None
     rotation: Rotation | None = None
@@ -103,6 +105,7 @@ class Method:
     refine: Refinement | None = field(default=None, compare=False)
     dispose: Disposal | None = field(default=None, compare=False)
     read: Reader | None = field(default=None, compare=False)
+    prefill: SparsePrefill | None = field(default=None, compare=False)
     pairs: LayerPairs | None = field(default=None, compare=False)
     codec: RowsCodec | None = field(default=None, compare=False)
     protect: Protect = field(default=Protect(), compare=False)
@@ -187,7 +190,8 @@ class Method:
         """The same recipe for one model; SpecError when it holds something that was measured on another."""
         budget = None if self.budget is None else self.budget.fitted(shape)
         codec = None if self.codec is None else self.codec.fitted(shape)
-        return replace(self, budget=budget, heads=self.heads.fitted(shape), codec=codec)
+        prefill = None if self.prefill is None else self.prefill.fitted(shape)
+        return replace(self, budget=budget, heads=self.heads.fitted(shape), codec=codec, prefill=prefill)
 
     def acts_on(self, layer_idx: int) -> bool:
         """Whether rows of this layer (counted among the full-attention layers) are ever dropped."""

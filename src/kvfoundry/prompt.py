@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvfoundry.coding import Losses
+from kvfoundry.sparse_prefill.work import Work
 
 
 @dataclass
@@ -13,12 +14,13 @@ class Prompt:
 
     tokens: the column where the prompt ends, None until it is known; start: the column where it begins, above 0 when
     another text goes before it. losses: what the codec was measured to lose. nbytes, peak_nbytes: bytes that all layers
-    hold together, as each of them last noted, and the largest sum so far.
+    hold together, as each of them last noted, and the largest sum so far. work: what a sparse prompt computed.
     """
 
     tokens: int | None = None
     start: int = 0
     losses: Losses = field(default_factory=Losses)
+    work: Work = field(default_factory=Work)
     nbytes: int = 0
     peak_nbytes: int = 0
 
@@ -49,4 +51,4 @@ class Prompt:
 
     def forget(self) -> None:
         """Back to an empty cache, after all layers have noted that they are empty."""
-        self.tokens, self.start, self.losses, self.peak_nbytes = None, 0, Losses(), 0
+        self.tokens, self.start, self.losses, self.work, self.peak_nbytes = None, 0, Losses(), Work(), 0

@@ -34,6 +34,11 @@ class Tokens:
     counts: Tensor | None
     padded_to: int = 0
 
+    def on(self, device: torch.device) -> Tokens:
+        """The same on another device."""
+        gather = None if self.gather is None else self.gather.to(device)
+        return Tokens(self.positions.to(device), gather, self.counts, self.padded_to)
+
 
 @dataclass(frozen=True)
 class PromptMask:
@@ -50,7 +55,7 @@ class PromptMask:
     local_size: int | None = None
     allow_is_causal_skip: bool = True
     device: torch.device | str = "cpu"
-    _tokens: dict[tuple[int, ...], Tokens] = field(default_factory=dict, compare=False, repr=False)
+    _tokens: dict[tuple[int, ...], dict[torch.device, Tokens]] = field(default_factory=dict, compare=False, repr=False)
     _checked: set[WindowRule] = field(default_factory=set, compare=False, repr=False)
 
     def to(self, *args: Any, **kwargs: Any) -> PromptMask:
@@ -79,17 +84,14 @@ class PromptMask:
         """Positions of this call's tokens.
 
         queries: tokens in the call, padding included; seen: columns before it; real: [batch] real tokens before it, on
-        the CPU. The same answer serves every layer of the forward pass. Raises CacheStateError when the 2D mask does
-        not cover exactly the columns seen so far and the new ones.
+        the CPU. The same answer serves every layer of the forward pass on one device. Raises CacheStateError when the
+        2D mask does not cover exactly the columns seen so far and the new ones.
         """
-        key = (queries, seen, *real.tolist())
-        if key not in self._tokens:
-            self._tokens[key] = self._compact(queries, seen, real, device)
-        found = self._tokens[key]
-        if found.positions.device != device:  # layers of a split model
-            gather = None if found.gather is None else found.gather.to(device)
-            found = Tokens(found.positions.to(device), gather, found.counts, found.padded_to)
-        return found
+        known = self._tokens.setdefault((queries, seen, *real.tolist()), {})
+        if device not in known:
+            other = next(iter(known.values()), None)  # of a layer on another device of a split model
+            known[device] = self._compact(queries, seen, real, device) if other is None else other.on(device)
+        return known[device]
 
     def _compact(self, queries: int, seen: int, real: Tensor, device: torch.device) -> Tokens:
         offset = real.to(device)[:, None]

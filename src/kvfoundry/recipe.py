@@ -57,6 +57,7 @@ def build(calls: Iterable[tuple[str, dict[str, Any]]]) -> Method:
     _check_pairs(method)
     _check_parking(method)
     _check_codec(method)
+    _check_prefill(method, claimed_by)
     return method if method.budget is None else method.replace(budget=method.budget.holding(method.protect))
 
 
@@ -165,6 +166,16 @@ def _check_codec(method: Method) -> None:
         raise SpecError(
             f"{method}: merging in decode changes rows that are stored as codes; merge in the prompt alone, with "
             "+schedule(prefill='end')."
+        )
+
+
+def _check_prefill(method: Method, claimed_by: dict[str, str]) -> None:
+    """Sums of attention over all queries are those of dense attention, which a sparse prompt does not compute."""
+    if method.prefill is not None and method.score is not None and method.score.sums_columns:
+        raise SpecError(
+            f"{method}: {claimed_by['score']} adds up the attention of every query of the prompt, and "
+            f"{claimed_by['prefill']} does not compute all of it; use a score of the last queries, such as snapkv, or "
+            "one of them alone."
         )
 
 

@@ -40,7 +40,6 @@ REQUIRED = inspect.Parameter.empty
 
 # Names that people know from elsewhere and that are still to come.
 _PLANNED = {
-    "minference": "sparse attention in the prompt",
     "headinfer": "rows on the host, streamed head by head",
 }
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kvfoundry.devices import computing_device
 from kvfoundry.errors import KVFoundryError, UnsupportedModelError
 from kvfoundry.rope_layout import (
     Layout,
@@ -111,7 +112,8 @@ class Rope:
         moved = self.layout.turn(raw, *self._tables(keys, to_positions, to_length)).to(keys.dtype)
         if length != to_length:
             return moved
-        return torch.where((from_positions == to_positions).unsqueeze(-1), keys, moved)
+        stays = from_positions.to(keys.device) == to_positions.to(keys.device)
+        return torch.where(stays.unsqueeze(-1), keys, moved)
 
     def move_bounds(
         self,
@@ -187,7 +189,10 @@ def _of_layer(model: nn.Module, layer_idx: int) -> Rope:
     kinds = getattr(rotary, "rope_type", "default")
     kind = kinds.get(layer_type, "default") if isinstance(kinds, dict) else kinds
     layout = read_layout(model, attention, fresh_copy(rotary), layer_type)
-    return Rope(fresh_copy(rotary), layer_type, layout, "dynamic" in kind or kind == "longrope")
+    # Its tables are for the rows of this layer: on another device they would be copied at every call.
+    own, device = fresh_copy(rotary), computing_device(attention)
+    own = own if device is None else own.to(device)
+    return Rope(own, layer_type, layout, "dynamic" in kind or kind == "longrope")
 
 
 def _wide(keys: Tensor) -> Tensor:

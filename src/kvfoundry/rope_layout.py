@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvfoundry.devices import computing_device
 from kvfoundry.errors import UnsupportedModelError
 
 _PROBE_POSITIONS = (0, 5, 11)
@@ -76,7 +77,7 @@ class _Trap:
 @torch.no_grad()
 def read_layout(model: Any, attention: nn.Module, module: nn.Module, layer_type: str | None) -> Layout | None:
     """The layout that links the attention's own keys of three tokens at position 0 and elsewhere; None: no rotation."""
-    device = next((p.device for p in attention.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    device = computing_device(attention) or torch.device("cpu")
     there = torch.tensor([_PROBE_POSITIONS], device=device)
     size = model.config.get_text_config().hidden_size
     hidden = torch.randn(1, there.shape[1], size, generator=torch.Generator().manual_seed(0)).to(device, model.dtype)
@@ -170,8 +171,17 @@ def rotary_config(rotary: nn.Module) -> Any:
 
 
 def fresh_copy(rotary: nn.Module) -> nn.Module:
-    """A private copy with the frequencies it had before any call; the config is shared, not copied."""
-    fresh = copy.deepcopy(rotary, {id(rotary_config(rotary)): rotary_config(rotary)})
+    """A private copy with the frequencies it had before any call; the config is shared, not copied.
+
+    It computes where its positions are, also when accelerate has bound the model's own to one device of several.
+    """
+    # A hook may hold every weight that waits on the host.
+    shared = [rotary_config(rotary), getattr(rotary, "_hf_hook", None)]
+    fresh = copy.deepcopy(rotary, {id(each): each for each in shared})
+    if hasattr(fresh, "_hf_hook"):
+        from accelerate.hooks import remove_hook_from_module
+
+        fresh = remove_hook_from_module(fresh)
     for name, _ in list(fresh.named_buffers()):
         original = getattr(fresh, name.replace("inv_freq", "original_inv_freq"), None)
         if name.endswith("inv_freq") and "original" not in name and original is not None:

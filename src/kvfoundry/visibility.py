@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Pattern = Literal["causal", "full", "masked"]
+Pattern = Literal["causal", "full", "behind", "masked"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Visibility:
     query_positions: [batch, queries], -1 where a query is padding (its output is discarded).
     key_positions: [batch, heads or 1, rows], -1 where there is no row.
     pattern: what a kernel may assume. "full": every query sees every row. "causal": rows are the queries' own tokens,
-        in order, so the lower triangle is the mask. "masked": ask `block`.
+        in order, so the lower triangle is the mask. "behind": so are the last rows, and every row in front of them is
+        seen by all queries. "masked": ask `block`.
     unread_distance: rows exactly this many tokens behind a query are skipped (see the `leaving` parameter of h2o).
     """
 

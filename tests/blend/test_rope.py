@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,13 +76,6 @@ def test_ratio_one_is_full_prefill(name: str, lengths: tuple[int, ...]) -> None:
         blended = blend_chunks(model, [chunks], [question], blend=spec)
         torch.testing.assert_close(asked(model, blended)[0], wanted, rtol=0.0, atol=1e-4)
     assert blended.exact == [0 if name in ("dynamic", "longrope") else lengths[0]]
-
-
-def test_a_model_that_is_split_over_devices_is_refused_by_name(own_model: Callable[..., PreTrainedModel]) -> None:
-    model = own_model("llama")
-    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
-    with pytest.raises(UnsupportedModelError, match="split over devices"):
-        blend_chunks(model, [read_all(model, passages((3, 4)))])
 
 
 def test_models_whose_rows_cannot_move_are_refused_by_name() -> None:

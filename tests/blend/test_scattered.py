@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from kvfoundry.blend.layer import Pass
-from kvfoundry.kernels.attention import naive, scattered
+from kvfoundry.kernels.attention import halves, naive, scattered
 from kvfoundry.visibility import Visibility
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -28,15 +30,15 @@ from kvfoundry.visibility import Visibility
 def test_halves_joined_are_the_whole(chosen: list[list[int]], block: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     batch, rows = len(chosen), 200
-    step = Pass([torch.tensor(own) for own in chosen], torch.device("cpu"))
+    step = Pass([torch.tensor(own) for own in chosen])
     lengths = torch.tensor([rows, 110][:batch] if max(chosen[-1]) < 110 else [rows] * batch)
     places = torch.arange(rows)
     positions = torch.where(places < lengths[:, None], places, -1)[:, None]
     query = torch.randn(batch, 8, step.columns, 16, dtype=dtype)
     key, value = torch.randn(2, batch, 2, rows, 16, dtype=dtype)
-    assert scattered.serves(query, key, value)
-    visibility = Visibility(step.positions, positions, "masked")
-    span = step.sight(0, lengths)[1]
+    assert halves.serves(query, key, value)
+    visibility = Visibility(step.positions(CPU), positions, "masked")
+    span = step.sight(0, lengths, CPU)[1]
     found = scattered.attend(query, key, value, visibility, span, scaling=0.3, block=block)
     wanted = naive.attend(query.float(), key.float(), value.float(), visibility, scaling=0.3)
     for row, own in enumerate(chosen):
@@ -48,5 +50,5 @@ def test_halves_joined_are_the_whole(chosen: list[list[int]], block: int, dtype:
 
 def test_odd_widths_are_left_to_the_backend() -> None:
     query, key = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 9, 16)
-    assert not scattered.serves(query, key, torch.zeros(1, 2, 9, 8))
-    assert not scattered.serves(query[..., :12], key[..., :12], key[..., :12])
+    assert not halves.serves(query, key, torch.zeros(1, 2, 9, 8))
+    assert not halves.serves(query[..., :12], key[..., :12], key[..., :12])

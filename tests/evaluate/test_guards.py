@@ -47,7 +47,9 @@ def test_a_method_that_never_acted():
     full, idle = lines("fullkv", [1.0, 0.5]), lines("h2o(budget=999)", [1.0, 0.5], **kept)
     (flag,) = told(*full, *idle)
     assert flag[:2] == ("idle", "h2o(budget=999)") and "never acted: on all 2 items" in flag[2]
-    # codes save bytes, a reader changes answers, and one item on which it acted is enough
+    # sparse prompts leave work out, codes save bytes, a reader changes answers; one item on which it acted is enough
+    assert told(*full, *lines("minference", [1.0, 0.5], prefill_share=0.4, **kept)) == []
+    assert [kind for kind, *_ in told(*full, *lines("minference", [1.0, 0.5], prefill_share=1.0, **kept))] == ["idle"]
     assert told(*full, *lines("kivi(bits=2)", [1.0, 0.5], kept_share=1.0, stored_bytes=MIB)) == []
     assert told(*full, *lines("quest(budget=8)", [1.0, 0.0], **kept)) == []
     assert told(*full, idle[0], line("h2o(budget=999)", "i1", score=0.5, prompt_hash="niah 1", kept_share=0.5)) == []

@@ -104,6 +104,19 @@ def test_processes_lose_nothing_when_workers_die_and_a_run_goes_on_without_them(
     assert timeless(out) == expected
 
 
+@pytest.mark.parametrize(
+    ("device", "gpus", "machines", "workers", "each"),
+    [("auto", 8, 2, 8, 1), ("cuda", 3, 1, 3, 1), ("auto-map", 8, 2, 2, 4), ("auto-map", 4, 1, 1, 4),
+     ("auto", 0, 0, 2, 0), ("auto-map", 0, 0, 2, 0), ("cpu", 8, 1, 2, 0)],
+)  # fmt: skip
+def test_a_split_model_gets_the_gpus_of_a_machine(
+    device: str, gpus: int, machines: int, workers: int, each: int
+) -> None:
+    source = ModelSource("smollm2", device=device)
+    assert source.workers(gpus, machines) == workers
+    assert source.gpus_each(gpus, workers) == each
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_work_that_no_process_survives_fails_and_the_rest_is_done(
     expected, loaded, model_folder, orders, tmp_path, monkeypatch

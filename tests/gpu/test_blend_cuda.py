@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import kvfoundry
 from kvfoundry.blend import blend_chunks
 from kvfoundry.blend.layer import Pass
-from kvfoundry.kernels.attention import naive, scattered
+from kvfoundry.kernels.attention import naive, scattered, sdpa
 from kvfoundry.visibility import Visibility
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -29,12 +29,12 @@ DEVICE = torch.device("cuda:0")
 def test_halves_joined_are_the_whole(rows: int, dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     chosen = torch.randperm(rows)[: max(1, rows // 5)].sort().values
-    step = Pass([chosen, chosen[: len(chosen) // 2 + 1]], DEVICE)
+    step = Pass([chosen, chosen[: len(chosen) // 2 + 1]])
     positions = torch.arange(rows, device=DEVICE).expand(2, 1, rows)
     query = torch.randn(2, 8, step.columns, dim, dtype=dtype, device=DEVICE)
     key, value = torch.randn(2, 2, 2, rows, dim, dtype=dtype, device=DEVICE)
-    visibility = Visibility(step.positions, positions, "masked")
-    span = step.sight(0, torch.tensor([rows, rows]))[1]
+    visibility = Visibility(step.positions(DEVICE), positions, "masked")
+    span = step.sight(0, torch.tensor([rows, rows]), DEVICE)[1]
     wanted = naive.attend(query.double(), key.double(), value.double(), visibility, scaling=dim**-0.5)
     for block in (16, 512):
         found = scattered.attend(query, key, value, visibility, span, scaling=dim**-0.5, block=block)
@@ -43,6 +43,17 @@ def test_halves_joined_are_the_whole(rows: int, dim: int, dtype: torch.dtype) ->
                 found[row, :, : len(own)].double(), wanted[row, :, : len(own)],
                 rtol=0.0, atol=1e-4 if dtype == torch.float32 else 2e-2,
             )  # fmt: skip
+
+
+@pytest.mark.parametrize(("queries", "rows"), [(2, 3), (32, 3001), (300, 300), (1000, 5000)])
+def test_the_last_tokens_of_a_text_see_all_of_it(queries: int, rows: int) -> None:
+    query = torch.randn(2, 8, queries, 128, dtype=torch.bfloat16, device=DEVICE)
+    key, value = torch.randn(2, 2, 2, rows, 128, dtype=torch.bfloat16, device=DEVICE)
+    positions = torch.arange(rows, device=DEVICE).expand(2, rows)
+    visibility = Visibility(positions[:, rows - queries :], positions[:, None], "behind")
+    wanted = naive.attend(query.float(), key.float(), value.float(), visibility, scaling=0.1)
+    found = sdpa.attend(query, key, value, visibility, scaling=0.1)
+    torch.testing.assert_close(found.float(), wanted, rtol=0.0, atol=2e-2)
 
 
 # In bfloat16 a selector that looks at rows may choose other tokens on another device.

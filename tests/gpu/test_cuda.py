@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from laws.support import EVICTING, greedy, kept_positions, small_spec
+from laws.support import EVICTING, forward_pieces, greedy, kept_positions, small_spec
 from tiny_models import EVICTABLE, FAMILIES, random_ids
 from transformers import PreTrainedModel
 
 import kvfoundry
+from kvfoundry.kernels import sparse_prefill
 from kvfoundry.layouts.base import RowsView
 from kvfoundry.layouts.parked import ParkedRows
 
@@ -156,3 +157,26 @@ def test_parked_rows_leave_the_device_and_come_back_bit_for_bit(spec, dtype, cud
             assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
         found, expected = (model(ids[:, :5], None, None, each).logits for each in (cache, full))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("family", EVICTABLE)
+@pytest.mark.parametrize("pattern", ["vertical_slash", "a_shape", "block_sparse"])
+def test_the_kernel_of_a_sparse_prompt_says_what_its_reference_says(family, pattern, cuda_model, monkeypatch) -> None:
+    """In a model, padded and in pieces; and the layers do not fall back to the reference by themselves."""
+    model = cuda_model(family)
+    spec = f"minference(pattern={pattern}, vertical=20, slash=16, window=8, sinks=2, recent=3, first=18, local=20, "
+    spec += "blocks=3, tile=32, block=16)"
+    ids = random_ids(2, 200).cuda()
+    mask = torch.ones_like(ids)
+    mask[1, :70] = 0
+    monkeypatch.setattr(sparse_prefill.naive, "attend", None)
+    logits = []
+    for least in (16, 1 << 20):
+        if least > 16:
+            monkeypatch.undo()
+        monkeypatch.setattr(sparse_prefill, "_LEAST_TILE", least)
+        cache = kvfoundry.KVCache(model, spec)
+        cache.expect_prompt(200)
+        logits.append(forward_pieces(model, cache, ids, [120, 80], mask)[mask.bool()])
+        assert 0 < cache.prefill_share < 1
+    assert float((logits[0] - logits[1]).abs().max()) < 1e-3

@@ -88,7 +88,7 @@ def test_ties_go_to_the_earlier_page(device: torch.device) -> None:
     lengths = torch.tensor([[800, 799], [400, 16], [33, 640]], dtype=torch.int32, device=device)
     masked = scores.masked_fill(torch.arange(50, device=device) >= -(-lengths // 16)[..., None], -torch.inf)
     for budget in (1, 2, 7, 30):
-        ours = fused_selection().best_pages(masked, lengths, page=16, budget=budget, most_at_once=16)
+        ours = fused_selection().best_pages(masked, lengths, page=16, budget=budget)
         theirs = selection.best_pages(masked, lengths, page=16, budget=budget)
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
 

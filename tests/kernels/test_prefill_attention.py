@@ -80,6 +80,28 @@ def test_positions_and_padding(device: torch.device, shared: bool) -> None:
     check(device, window=5, **terms)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "chosen", [[[0, 1, 50, 69], [3, 69]], [list(range(0, 70, 3)), list(range(40, 60))], [[69], [0]]]
+)
+def test_queries_here_and_there(device: torch.device, chosen: list[list[int]]) -> None:
+    from kvfoundry.kernels.attention.span import Span
+    from kvfoundry.kernels.prefill_attention import fused
+
+    columns = max(map(len, chosen))
+    own = torch.tensor([one + [-1] * (columns - len(one)) for one in chosen])
+    span = Span(torch.where(own < 0, 1 << 40, own).amin(dim=0), own.amax(dim=0))
+    query = torch.randn(2, 4, columns, 64, device=device)
+    key, value = torch.randn(2, 2, 2, 70, 64, device=device)
+    at = torch.arange(70, device=device).expand(2, 1, 70).clone()
+    at[1, 0, int(max(chosen[1])) + 1 :] = -1  # a shorter text
+    places = dict(query_positions=own.to(device), key_positions=at)
+    tuning = fused.FORWARD if device.type == "cuda" else replace(fused.FORWARD, block=16)
+    found, _ = fused.forward(query, key, value, scaling=0.2, span=span, tuning=tuning, query_block=16, **places)
+    expected = naive.attend(query, key, value, scaling=0.2, **places).output
+    for row, one in enumerate(chosen):
+        assert_near(found[row, :, : len(one)], expected[row, :, : len(one)], torch.float32)
+
+
 def test_refusals(device: torch.device) -> None:
     from kvfoundry.kernels.prefill_attention import fused
 

@@ -23,12 +23,15 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 # What codecs call by a name that other methods use for something else.
 CODED: dict[str, Any] = {"group": 4, "residual": 8, "block": 3, "rank": 2}
+# Sizes under which a prompt of a few dozen tokens leaves much of its attention out.
+SPARSE: dict[str, Any] = {"vertical": 4, "slash": 3, "tile": 4, "block": 2}
 
 
 def small_call(info: MethodInfo, budget: int | float, layers: int, heads: int, **given: Any) -> str:
     """`name(parameter=value, ...)` of a registered name; fails when a required parameter has no small value here."""
     table = tuple(tuple(1.0 + (layer + 2 * head) % 3 for head in range(heads)) for layer in range(layers))
-    values = {"budget": budget, "table": table, **SMALL, **(CODED if "codec" in info.axes else {}), **given}
+    own = {**(CODED if "codec" in info.axes else {}), **(SPARSE if "prefill" in info.axes else {})}
+    values = {"budget": budget, "table": table, **SMALL, **own, **given}
     chosen = {name: values[name] for name in info.parameters if name in values}
     for name, default in info.parameters.items():
         assert default is not REQUIRED or name in chosen, f"{info.name}: teach SMALL a value for {name!r}"

@@ -190,7 +190,7 @@ class _Opened:
     def __init__(self, model: LlamaForCausalLM, chunks: list[ChunkKV], question: Tensor):
         cache = kvfoundry.KVCache(model)
         context = Context([placed(chunks)], [question])
-        self.feed = Feed(context.pieces, ropes_of(model, cache), model.device, context.whole_length)
+        self.feed = Feed(context.pieces, ropes_of(model, cache), cache.devices(model), context.whole_length)
         self.blending = Blending(model, context, cache, self.feed)
 
     def __enter__(self) -> Blending:

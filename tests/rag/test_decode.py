@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvfoundry.chunks import ChunkKV
-from kvfoundry.errors import DataError, SpecError
+from kvfoundry.errors import DataError, SpecError, UnsupportedModelError
 from kvfoundry.rag.decode import Decoder, Settings
 from kvfoundry.rag.making import Maker
 from kvfoundry.rag.policies import Seen, policies, policy
@@ -84,6 +84,13 @@ def test_answers_follow_from_what_was_resident(
     record = json.loads(json.dumps(answer.record()))
     assert record["predictions"] == sum(len(step["started"]) for step in record["steps"])
     assert totals([record])["samples"] == 1
+
+
+def test_a_model_that_is_split_over_devices_is_refused_by_name(own_model: Callable[..., PreTrainedModel]) -> None:
+    with maker_of(own_model("llama")) as maker:
+        maker.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+        with pytest.raises(UnsupportedModelError, match="split over devices"):
+            Decoder(maker, settings())
 
 
 def test_with_room_for_all_it_is_decoding_over_all(own_model: Callable[..., PreTrainedModel]) -> None:

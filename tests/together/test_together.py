@@ -50,6 +50,25 @@ def test_together_is_what_each_gives_alone(name, family, tiny_model, tokenizer):
         assert timeless(together) == timeless(alone), spec
 
 
+@pytest.mark.parametrize(
+    "name", ["snapkv", "adakv", "h2o", "streamingllm", "l2norm", "kvzip", "quest", "int8", "minicache"]
+)
+def test_the_engine_gives_the_answers_of_the_loop(name, tiny_model, tokenizer):
+    model = tiny_model("llama")
+    specs, limits = [*SPECS[name], "fullkv", "snapkv(budget=12, window=4)"], [12, 1, 5]
+    free = kvfoundry.generate_together(model, tokenizer, PROMPTS, specs, limits, engine=False)
+    stops = {"eos_token_id": [free[0][0].token_ids[6], free[-2][2].token_ids[2]]}
+    for options in ({}, stops, {**stops, "min_new_tokens": 4}):
+        plain = kvfoundry.generate_together(model, tokenizer, PROMPTS, specs, limits, engine=False, **options)
+        found = kvfoundry.generate_together(model, tokenizer, PROMPTS, specs, limits, engine=True, **options)
+        for spec, answers, expected in zip(specs, found, plain, strict=True):
+            looped = any("plain loop" in note for answer in answers for note in answer.notes)
+            assert looped == spec.startswith(("minicache", "quest(budget=0.5")), spec
+            for answer in (*answers, *expected):
+                answer.notes.clear()
+            assert timeless(answers) == timeless(expected), spec
+
+
 def test_a_question_that_methods_may_not_see_comes_after_them(tiny_model, tokenizer):
     model, specs = (
         tiny_model("llama"),

@@ -62,13 +62,13 @@ def blend_unchecked(
     if blend.select.asks and not all(map(len, following)):
         raise DataError(f"select={blend.select.name} chooses by the question; give the one that will be asked.")
     context = Context([placed(own) for own in rows], following)
-    with Feed(context.pieces, ropes_of(model, cache), model.device, context.whole_length) as feed:
+    with Feed(context.pieces, ropes_of(model, cache), cache.devices(model), context.whole_length) as feed:
         blending = Blending(model, context, cache, feed)
         chosen = blend.select.choose(blending, blend.ratio)
         blending.finish(chosen, corner_from=blend.corner_from)
     cache.prompt.start = int(context.lengths.max())
-    context_ids, context_mask = left_padded(context.ids, model.device)
-    question_ids, question_mask = left_padded(following, model.device)
+    context_ids, context_mask = left_padded(context.ids, blending.device)
+    question_ids, question_mask = left_padded(following, blending.device)
     return Blended(cache, blend, context_ids, context_mask, question_ids, question_mask, chosen, blending.exact)
 
 

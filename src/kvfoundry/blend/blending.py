@@ -16,6 +16,7 @@ from kvfoundry.blend.layer import BlendLayer, Listener, Pass, Reached
 from kvfoundry.blend.placing import Feed, Piece
 from kvfoundry.blend.rows import WorkingRows
 from kvfoundry.cache import KVCache
+from kvfoundry.devices import input_device
 from kvfoundry.method import Method
 
 
@@ -70,15 +71,20 @@ class _PassCache(Cache):
 
 @dataclass(eq=False)
 class Blending:
-    """Passes over one batch of prompts. cache: empty, takes over the rows in the end; feed: makes the reused rows."""
+    """Passes over one batch of prompts. cache: empty, takes over the rows in the end; feed: makes the reused rows.
+
+    device: where the model takes tokens; a layer of a split model may compute, and has its rows, elsewhere.
+    """
 
     model: PreTrainedModel
     context: Context
     cache: KVCache
     feed: Feed
+    device: torch.device = field(init=False)
     layers: list[BlendLayer] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.device = input_device(self.model)
         targets = self.cache.attention_layers
         self.layers = [BlendLayer(number, target, self.feed) for number, target in enumerate(targets)]
         stand_ins = iter(self.layers)
@@ -127,7 +133,7 @@ class Blending:
         tokens = [torch.arange(at, at + len(own)) for at, own in zip(lengths, self.context.questions, strict=True)]
         whole = [torch.cat(both) for both in zip(self.context.ids, self.context.questions, strict=True)]
         self.feed.start(range(len(self.layers)))
-        self._run(Pass(tokens, self.feed.device, behind=True, listener=listener), whole)
+        self._run(Pass(tokens, behind=True, listener=listener), whole)
 
     def finish(self, tokens: list[Tensor], *, corner_from: int | None = None, logits: bool = False) -> Tensor | None:
         """Compute these tokens in all layers and hand all rows to the cache.
@@ -147,13 +153,13 @@ class Blending:
 
     def _step(self, tokens: list[Tensor], **how: Any) -> Pass:
         whole = all(len(own) == int(length) for own, length in zip(tokens, self.lengths, strict=True))
-        return Pass(tokens, self.feed.device, whole=whole, **how)
+        return Pass(tokens, whole=whole, **how)
 
     def _run(self, step: Pass, texts: list[Tensor], *, logits: bool = False) -> Any:
         ids = torch.zeros(len(texts), step.columns, dtype=torch.long)
         for row, (text, tokens) in enumerate(zip(texts, step.tokens, strict=True)):
             ids[row, : len(tokens)] = text[tokens]
-        ids, positions = ids.to(self.feed.device), step.positions.clamp(min=0)
+        ids, positions = ids.to(self.device), step.positions(self.device).clamp(min=0)
         if self._depends_on_length:
             # One more column at the end of the whole text: the model takes its frequencies from the last position.
             last = positions.new_full((len(texts), 1), self.context.whole_length - 1)

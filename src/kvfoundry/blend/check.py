@@ -27,6 +27,7 @@ from kvfoundry.blend.spec import Blend
 from kvfoundry.cache import KVCache
 from kvfoundry.chunks import ChunkKV
 from kvfoundry.chunks.passage import read_passage
+from kvfoundry.devices import input_device
 from kvfoundry.errors import DataError, UnsupportedModelError
 
 _FIRST, _SECOND, _QUESTION = 6, 7, 3
@@ -61,11 +62,6 @@ def require_exact(model: PreTrainedModel) -> RowShape:
 
     Raises UnsupportedModelError otherwise.
     """
-    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-        raise UnsupportedModelError(
-            f"{family_of(model)}: the model is split over devices, and passages are blended on one; load it on one "
-            "device, or read the prompt whole."
-        )
     attach(model)
     state = f"{backend_of(model)} {rotary_state(model)}"
     if _verdicts.get(model, ("", ""))[0] != state:
@@ -113,7 +109,8 @@ def _moves(model: PreTrainedModel, ids: Tensor) -> str | None:
     near, there = torch.arange(len(ids))[None, None], torch.arange(far, far + len(ids))[None, None]
     stored, wanted = _stored(model, ids, near[0]), _stored(model, ids, there[0])
     for number, (rope, (keys, values), (far_keys, far_values)) in enumerate(zip(ropes, stored, wanted, strict=True)):
-        moved = rope.move(keys, near, there, length=len(ids), to_length=far + len(ids))
+        before, after = near.to(keys.device), there.to(keys.device)
+        moved = rope.move(keys, before, after, length=len(ids), to_length=far + len(ids))
         if _apart(moved, far_keys) > _bound(model):
             return f"keys that are moved to other positions are not those that layer {number} stores there"
         if _apart(values, far_values) > _bound(model):
@@ -144,13 +141,13 @@ class _Recorder(DynamicCache):
 def _stored(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of every attention layer for tokens at these positions."""
     recorder = _Recorder()
-    _read(model, ids, recorder, position_ids=positions.to(model.device))
+    _read(model, ids, recorder, position_ids=positions.to(input_device(model)))
     return [recorder.rows[layer] for layer in sorted(recorder.rows)]
 
 
 def _read(model: PreTrainedModel, ids: Tensor, cache: Any, **more: Any) -> Tensor:
     """Logits [tokens, vocabulary]."""
-    output = model(ids[None].to(model.device), use_cache=True, **{compat.CACHE_ARGUMENT: cache}, **more)
+    output = model(ids[None].to(input_device(model)), use_cache=True, **{compat.CACHE_ARGUMENT: cache}, **more)
     return output.logits[0].float()
 
 
@@ -171,7 +168,7 @@ def _blends(model: PreTrainedModel, ids: Tensor, chunks: list[ChunkKV], question
     wanted = _read(model, ids, DynamicCache())[-_QUESTION:]
     for start in (_FIRST, 0):  # the rows of the first chunk are exact where they are
         blended = blend_unchecked(model, [chunks], [question], Blend(1.0, _From(start)))
-        mask = torch.ones(1, len(ids), dtype=torch.long, device=model.device)
+        mask = torch.ones(1, len(ids), dtype=torch.long, device=input_device(model))
         found = _read(model, question, blended.cache, attention_mask=mask)
         if _apart(found, wanted) > _bound(model):
             return "two passages with every token computed again do not give the logits of a plain prefill"
@@ -179,8 +176,11 @@ def _blends(model: PreTrainedModel, ids: Tensor, chunks: list[ChunkKV], question
 
 
 def _bound(model: PreTrainedModel) -> float:
-    """Largest difference that rounding may make, relative to the largest number."""
-    return 1e-4 if torch.finfo(model.dtype).eps < 1e-5 else 5e-2
+    """Largest difference that rounding may make, relative to the largest number: it adds up from layer to layer."""
+    eps = torch.finfo(model.dtype).eps
+    return (
+        1e-4 if eps < 1e-5 else max(5e-2, 4 * eps * model.config.get_text_config(decoder=True).num_hidden_layers ** 0.5)
+    )
 
 
 def _apart(found: Tensor, wanted: Tensor) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kvfoundry.blend.placing import Feed
 from kvfoundry.blend.rows import WorkingRows
 from kvfoundry.errors import UnsupportedModelError
+from kvfoundry.kernels.attention.span import Span
 from kvfoundry.layer import CacheLayer
 from kvfoundry.layouts.base import Reading, RowsView
 from kvfoundry.method import Method
@@ -41,7 +42,6 @@ class Pass:
     """
 
     tokens: list[Tensor]
-    device: torch.device
     behind: bool = False
     whole: bool = False
     stop_at: int | None = None
@@ -49,27 +49,37 @@ class Pass:
     listener: Listener | None = None
     final: bool = False
     caught: tuple[Tensor, Tensor] | None = None
-    positions: Tensor = field(init=False)
-    chosen: list[Tensor] = field(init=False)
+    _known: dict[torch.device, tuple[Tensor, list[Tensor]]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._host = _rectangle(self.tokens)
-        self.positions = self._host.to(self.device)
-        self.chosen = [own.to(self.device) for own in self.tokens]
         self._span = _span(self._host)
 
     @property
     def columns(self) -> int:
         return self._host.shape[1]
 
-    def sight(self, layer: int, lengths: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Positions up to which every query sees in this layer, on the device, and their span over the batch."""
+    def positions(self, device: torch.device) -> Tensor:
+        """[batch, columns] on a device, -1 behind shorter rows. All layers there share it: a copy waits for the GPU."""
+        return self._on(device)[0]
+
+    def chosen(self, device: torch.device) -> list[Tensor]:
+        """`tokens` on a device."""
+        return self._on(device)[1]
+
+    def _on(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        if device not in self._known:
+            self._known[device] = self._host.to(device), [own.to(device) for own in self.tokens]
+        return self._known[device]
+
+    def sight(self, layer: int, lengths: Tensor, device: torch.device) -> tuple[Tensor, Span]:
+        """Positions up to which every query sees in this layer, on its device, and their span over the batch."""
         if self.corner_from is None or layer < self.corner_from:
-            return self.positions, self._span
+            return self.positions(device), self._span
         counts = torch.tensor([len(own) for own in self.tokens])
         corner = torch.arange(self.columns) + (lengths - counts)[:, None]
         corner = torch.where(self._host < 0, -1, corner)
-        return corner.to(self.device), _span(corner)
+        return corner.to(device), _span(corner)
 
 
 def _rectangle(tokens: list[Tensor]) -> Tensor:
@@ -81,10 +91,10 @@ def _rectangle(tokens: list[Tensor]) -> Tensor:
     return rectangle
 
 
-def _span(positions: Tensor) -> tuple[Tensor, Tensor]:
+def _span(positions: Tensor) -> Span:
     """Lowest and highest position in each column, padding left out."""
     far = torch.iinfo(torch.long).max
-    return torch.where(positions < 0, far, positions).amin(dim=0), positions.amax(dim=0)
+    return Span(torch.where(positions < 0, far, positions).amin(dim=0), positions.amax(dim=0))
 
 
 class BlendLayer(CacheLayer):
@@ -135,27 +145,29 @@ class BlendLayer(CacheLayer):
         reading = Reading(self.kernel, scale, softcap, sinks, self.rule)
         output = self._over(step, query, keys, values, reading)
         if step.final:
-            self.hand_over(query, step.positions, reading, module)
+            self.hand_over(query, step.positions(query.device), reading, module)
         return torch.nn.functional.pad(output, (0, 0, 0, extra)) if extra else output
 
     def _over(self, step: Pass, query: Tensor, keys: Tensor, values: Tensor, reading: Reading) -> Tensor:
+        device = query.device
         if step.behind:
-            view = self.working.followed_by(keys, values, step.positions)
+            behind = step.positions(device)
+            view = self.working.followed_by(keys, values, behind)
             if step.listener is not None:
-                step.listener(self.number, query, step.positions, view, reading)
-            visibility = reading.visibility(step.positions, view.positions, own=False, complete=False)
+                step.listener(self.number, query, behind, view, reading)
+            visibility = reading.visibility(behind, view.positions, own=False, complete=False)
             return _attended(query, view.keys, view.values, visibility, reading)
         if step.whole:
             # Every row that may be seen is fresh: the reused ones are not even loaded.
             number, feed = self.number, self.feed
             whole = not feed.absent(number)
             self._working = WorkingRows.fresh(keys, values, feed.positions(number), feed.lengths, whole=whole)
-            positions, _ = step.sight(self.number, self.feed.lengths)
-            own = reading.visibility(positions, step.positions[:, None], own=True, complete=False)
+            positions, _ = step.sight(self.number, self.feed.lengths, device)
+            own = reading.visibility(positions, step.positions(device)[:, None], own=True, complete=False)
             return _attended(query, keys, values, own, reading)
         working = self.working
-        working.write(step.chosen, keys, values)
-        positions, span = step.sight(self.number, self.feed.lengths)
+        working.write(step.chosen(device), keys, values)
+        positions, span = step.sight(self.number, self.feed.lengths, device)
         output = working.attend(query, positions, span, reading)
         working.seal()
         return output

@@ -71,27 +71,27 @@ def placed_layer(piece: Piece, layer: int, rope: Rope, device: torch.device, to_
 class Feed:
     """Working rows of every layer of a batch of prompts, made ahead by one thread in the order in which they are read.
 
-    pieces: the chunks of every batch row in their places; ropes: of every attention layer. On a CUDA device the thread
-    copies and turns on a stream of its own. Use as a context manager: leaving it ends the thread.
+    pieces: the chunks of every batch row in their places; ropes, devices: of every attention layer. On a CUDA device
+    the thread copies and turns on a stream of its own. Use as a context manager: leaving it ends the thread.
     """
 
-    def __init__(self, pieces: list[list[Piece]], ropes: list[Rope], device: torch.device, to_length: int):
-        self.pieces, self.ropes, self.device, self.to_length = pieces, ropes, device, to_length
+    def __init__(self, pieces: list[list[Piece]], ropes: list[Rope], devices: list[torch.device], to_length: int):
+        self.pieces, self.ropes, self.devices, self.to_length = pieces, ropes, devices, to_length
         self.lengths = torch.tensor([own[-1].stop for own in pieces])
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvfoundry-blend")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._stream is not None:  # chunks may have been computed a moment ago
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._streams = {each: torch.cuda.Stream(each) for each in set(devices) if each.type == "cuda"}
+        for device, stream in self._streams.items():  # chunks may have been computed a moment ago
+            stream.wait_stream(torch.cuda.current_stream(device))
         self._coming: dict[int, Future[tuple[WorkingRows, torch.cuda.Event | None]]] = {}
-        self._known_places: dict[tuple[int, int, int], tuple[Tensor, Tensor, bool]] = {}
+        self._known_places: dict[tuple[int, int, int, torch.device], tuple[Tensor, Tensor, bool]] = {}
 
     def __enter__(self) -> Feed:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._worker.shutdown(wait=True, cancel_futures=True)
-        if self._stream is not None:  # what it has read may be freed from here on
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        for device, stream in self._streams.items():  # what it has read may be freed from here on
+            torch.cuda.current_stream(device).wait_stream(stream)
 
     def start(self, layers: Sequence[int]) -> None:
         """Begin to make the rows of these layers, in this order."""
@@ -104,7 +104,7 @@ class Feed:
         self.start([layer])
         made, event = self._coming.pop(layer).result()
         if event is not None:
-            current = torch.cuda.current_stream(self.device)
+            current = torch.cuda.current_stream(self.devices[layer])
             current.wait_event(event)
             for tensor in (made.keys, made.values, made.positions):
                 tensor.record_stream(current)  # made on another stream: not to be freed while this one reads
@@ -116,24 +116,25 @@ class Feed:
 
     @torch.inference_mode()
     def _make(self, layer: int) -> tuple[WorkingRows, torch.cuda.Event | None]:
-        if self._stream is None:
+        stream = self._streams.get(self.devices[layer])
+        if stream is None:
             return self._assembled(layer), None
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             made = self._assembled(layer)
-            return made, self._stream.record_event()
+            return made, stream.record_event()
 
     def positions(self, layer: int) -> Tensor:
         """Where a row of this layer is: [batch, heads or 1, tokens], -1 elsewhere."""
-        width = int(self.lengths.max())
+        width, device = int(self.lengths.max()), self.devices[layer]
         if not self.absent(layer):
-            tokens = torch.arange(width, device=self.device)
-            return torch.where(tokens < self.lengths.to(self.device)[:, None], tokens, -1)[:, None]
-        positions = torch.full((len(self.pieces), self.heads(layer), width), -1, device=self.device)
+            tokens = torch.arange(width, device=device)
+            return torch.where(tokens < self.lengths.to(device)[:, None], tokens, -1)[:, None]
+        positions = torch.full((len(self.pieces), self.heads(layer), width), -1, device=device)
         for row, own in enumerate(self.pieces):
             for piece in own:
                 held = piece.chunk.layers[layer].rows()
                 groups = positions.shape[1] // held.keys.shape[1]
-                local = held.head_positions[0].to(self.device, torch.long).repeat_interleave(groups, dim=0)
+                local = held.head_positions[0].to(device, torch.long).repeat_interleave(groups, dim=0)
                 head, slot = (local >= 0).nonzero(as_tuple=True)
                 token = local[head, slot] + piece.at
                 positions[row, head, token] = token
@@ -150,8 +151,8 @@ class Feed:
         # Where every slot is filled, nothing has to be cleared.
         filled = whole and bool((self.lengths == width).all())
         make = first.keys.new_empty if filled else first.keys.new_zeros
-        keys = make((batch, heads, width, first.keys.shape[3]), device=self.device)
-        values = make((batch, heads, width, first.values.shape[3]), device=self.device)
+        keys = make((batch, heads, width, first.keys.shape[3]), device=self.devices[layer])
+        values = make((batch, heads, width, first.values.shape[3]), device=self.devices[layer])
         for row, own in enumerate(self.pieces):
             for piece in own:
                 self._copy(piece, layer, keys[row], values[row])
@@ -163,7 +164,7 @@ class Feed:
         if piece.is_complete(layer):
             rows = piece.chunk.layers[layer].record.tensors
             for target, name in ((keys, "keys"), (values, "values")):
-                source = rows[name].to(self.device, non_blocking=True)
+                source = rows[name].to(target.device, non_blocking=True)
                 groups = target.shape[0] // source.shape[0]
                 source = source if groups == 1 else source.repeat_interleave(groups, dim=0)
                 target[:, piece.at : piece.stop] = source
@@ -171,8 +172,8 @@ class Feed:
         held = piece.chunk.layers[layer].rows()
         groups = keys.shape[0] // held.keys.shape[1]
         for target, source in ((keys, held.keys[0]), (values, held.values[0])):
-            source = source.to(self.device, non_blocking=True).repeat_interleave(groups, dim=0)
-            local = held.head_positions[0].to(self.device, torch.long).repeat_interleave(groups, dim=0)
+            source = source.to(target.device, non_blocking=True).repeat_interleave(groups, dim=0)
+            local = held.head_positions[0].to(target.device, torch.long).repeat_interleave(groups, dim=0)
             head, slot = (local >= 0).nonzero(as_tuple=True)
             target[head, local[head, slot] + piece.at] = source[head, slot]
 
@@ -183,18 +184,18 @@ class Feed:
         if not rope.depends_on_length:  # then all chunks turn by the same tables
             spans = [(0, spans[-1][1], 0)]
         for start, stop, length in spans:
-            there, here, stays = self._places(row, start, stop)
+            there, here, stays = self._places(row, start, stop, keys.device)
             if rope.depends_on_length or not stays:
                 moved = rope.move(keys[None, :, start:stop], there, here, length=length, to_length=self.to_length)
                 keys[:, start:stop] = moved[0]
 
-    def _places(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor, bool]:
-        """Where the tokens of a span were and where they are, [1, 1, tokens] on the device, and whether that is alike.
+    def _places(self, row: int, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor, bool]:
+        """Where the tokens of a span were and where they are, [1, 1, tokens] on a device, and whether that is alike.
 
-        The same for all layers: copying them for each would wait for the rows that are on their way.
+        The same for all layers there: copying them for each would wait for the rows that are on their way.
         """
-        if (row, start, stop) not in self._known_places:
+        if (row, start, stop, device) not in self._known_places:
             here, there = torch.arange(start, stop), sources(self.pieces[row])[start:stop]
-            before, now = (positions.to(self.device)[None, None] for positions in (there, here))
-            self._known_places[row, start, stop] = before, now, torch.equal(here, there)
-        return self._known_places[row, start, stop]
+            before, now = (positions.to(device)[None, None] for positions in (there, here))
+            self._known_places[row, start, stop, device] = before, now, torch.equal(here, there)
+        return self._known_places[row, start, stop, device]

@@ -29,9 +29,10 @@ def ropes_of(model: PreTrainedModel, cache: KVCache) -> list[Rope]:
 
 
 def rotary_state(model: PreTrainedModel) -> str:
-    """A digest of what decides how a model rotates: dtype, device, settings and frequencies."""
+    """A digest of what decides how a model rotates: dtype, devices, settings and frequencies."""
     config = model.config.get_text_config(decoder=True)
-    digest = hashlib.sha256(f"{model.dtype} {model.device} {getattr(config, 'rope_parameters', None)}".encode())
+    places = getattr(model, "hf_device_map", None) or model.device
+    digest = hashlib.sha256(f"{model.dtype} {places} {getattr(config, 'rope_parameters', None)}".encode())
     rotary = rotary_module(model)
     for name, buffer in [] if rotary is None else rotary.named_buffers():
         if "original" in name or fixed_frequencies(model):  # others change with every longer text

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfoundry.kernels.attention import flash, scattered, sdpa
+from kvfoundry.kernels.attention import flash, halves, scattered, sdpa
+from kvfoundry.kernels.attention.span import Span
 from kvfoundry.layouts import Layout
 from kvfoundry.layouts.base import Reading, RowsView, owned, position_dtype
 from kvfoundry.layouts.dense import DenseRows
@@ -68,15 +69,15 @@ class WorkingRows:
         if not self.is_whole:
             self.positions.masked_fill_(self._absent, -1)
 
-    def attend(self, query: Tensor, positions: Tensor, span: tuple[Tensor, Tensor], reading: Reading) -> Tensor:
+    def attend(self, query: Tensor, positions: Tensor, span: Span, reading: Reading) -> Tensor:
         """Attention output [batch, query_heads, queries, value_dim] over the rows that every query may see.
 
         query: [batch, query_heads, queries, head_dim]; positions: [batch, queries] up to which each sees, -1 for
-        padding; span: the lowest and the highest of them in each column over the batch, on the CPU.
+        padding; span: of these positions.
         """
         block = _GPU_BLOCK if query.is_cuda else _BLOCK
         plain = reading.softcap is None and reading.sinks is None and reading.rule.span is None
-        if self.is_whole and plain and reading.kernel in _SCATTERED and scattered.serves(query, self.keys, self.values):
+        if self.is_whole and plain and reading.kernel in _SCATTERED and halves.serves(query, self.keys, self.values):
             visibility = Visibility(positions, self.positions.long(), "masked", reading.rule)
             return scattered.attend(
                 query, self.keys, self.values, visibility, span, scaling=reading.scaling, block=block
@@ -84,7 +85,7 @@ class WorkingRows:
         outputs = []
         for start in range(0, query.shape[2], block):
             part = slice(start, start + block)
-            low, high = int(span[0][part].min()), int(span[1][part].max()) + 1
+            low, high = span.of(start, start + block)
             low = 0 if reading.rule.span is None else max(0, low - reading.rule.span + 1)
             slots = slice(low, high)
             visibility = Visibility(positions[:, part], self.positions[:, :, slots].long(), "masked", reading.rule)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvfoundry.cache import KVCache
 from kvfoundry.chunks.fields import text, whole_number, word
-from kvfoundry.chunks.taking import check_source, layer_devices, recorded, row_dtype
+from kvfoundry.chunks.taking import check_source, recorded, row_dtype
 from kvfoundry.errors import CacheStateError, DataError, SpecError
 from kvfoundry.layer import CacheLayer
 from kvfoundry.layer_state import storage_bytes
@@ -141,7 +141,7 @@ class ChunkKV:
         if len(layers) != len(self.layers):
             raise DataError(f"the chunk has {len(self.layers)} attention layers, and the model {len(layers)}.")
         tokens = self.start + len(self.token_ids)
-        for layer, held, device in zip(layers, self.layers, layer_devices(model, cache), strict=True):
+        for layer, held, device in zip(layers, self.layers, cache.devices(model), strict=True):
             layer.hold(self._restored(layer, held.to(device)), tokens, held.heads)
         cache.expect_prompt(tokens)
         return cache

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvfoundry import compat
 from kvfoundry.cache import KVCache
 from kvfoundry.chunks.chunk import ChunkKV
+from kvfoundry.devices import input_device
 from kvfoundry.errors import DataError, SpecError
 from kvfoundry.method import Method
 
@@ -40,7 +41,7 @@ def read_passage(
     passage = torch.as_tensor(token_ids, dtype=torch.long).flatten()
     if not len(passage):
         raise DataError("a passage without tokens leaves no rows.")
-    ids = torch.cat([context, passage])[None].to(model.device)
+    ids = torch.cat([context, passage])[None].to(input_device(model))
     cache = KVCache(model, recipe)
     for layer in cache.attention_layers:
         layer.keeps_whole_window = True

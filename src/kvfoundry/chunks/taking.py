@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel
 
 from kvfoundry.cache import KVCache
 from kvfoundry.errors import CacheStateError
@@ -14,7 +13,6 @@ from kvfoundry.layouts import CodedRows, Layout
 from kvfoundry.layouts.merged_record import record_of_pair
 from kvfoundry.layouts.paired import PairedRows
 from kvfoundry.layouts.record import Record
-from kvfoundry.rope_layout import attention_modules
 
 
 def check_source(cache: KVCache, layers: Sequence[CacheLayer]) -> None:
@@ -63,16 +61,3 @@ def row_dtype(layer: CacheLayer) -> torch.dtype:
     if isinstance(rows, PairedRows):
         rows = rows.fresh
     return rows.dtype if isinstance(rows, CodedRows) else rows.view().values.dtype
-
-
-def layer_devices(model: PreTrainedModel, cache: KVCache) -> list[torch.device]:
-    """Where each attention layer of the model computes, in the order of `cache.attention_layers`."""
-    if len({parameter.device for parameter in model.parameters()}) == 1:
-        return [model.device] * len(cache.attention_layers)
-    modules = attention_modules(model)
-    places = []
-    for number, layer in enumerate(cache.layers):
-        if isinstance(layer, CacheLayer):
-            module = modules.get(number)
-            places.append(model.device if module is None else next(module.parameters()).device)
-    return places

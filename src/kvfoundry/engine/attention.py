@@ -127,11 +127,12 @@ def _read_pages(selection: Any, attention: Any, step: Step, rows: StaticRows, pa
     selection.extend_bounds(paging.low, paging.high, key, rows.lengths, page=page)
     bounds = query, paging.low, paging.high, rows.lengths
     table, counts = selection.select(*bounds, page=page, budget=paging.budget, group=paging.group)
-    fixed = {"counts": counts} if attention is not paged_naive else {}
+    real = (
+        {"real": torch.ones_like(step.position, dtype=torch.bool)} if attention is paged_naive else {"counts": counts}
+    )
     output: Tensor = attention.attend(
         query, rows.keys, rows.values, table, rows.starts, rows.lengths, page,
-        torch.ones_like(step.position, dtype=torch.bool),
-        scaling=step.scaling, softcap=step.softcap, sinks=step.sinks, **fixed,
+        scaling=step.scaling, softcap=step.softcap, sinks=step.sinks, **real,
     )  # fmt: skip
     return output[:, :, None]
 

@@ -31,7 +31,8 @@ class Choice:
     """How the answers of one call are decoded, batch after batch.
 
     engine: an engine to use, True for a new one, False for none, None for one where `require_kernels` or `compile` asks
-    for it. require_kernels: KVFoundryError instead of another way. compile: as in `DecodeEngine`.
+    for it, and where the device has its kernels. require_kernels: KVFoundryError instead of another way. compile: as in
+    `DecodeEngine`.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Choice:
             raise KVFoundryError("engine=False decodes by the plain loop; leave require_kernels and compile out.")
         if isinstance(engine, DecodeEngine) and engine.model is not model:
             raise KVFoundryError("the engine was made for another model.")
-        self._asked = bool(engine) or require_kernels or compile
+        self._asked, self._never = bool(engine) or require_kernels or compile, engine is False
         self._engine = engine if isinstance(engine, DecodeEngine) else None
         self._own = self._engine is None
 
@@ -61,7 +62,7 @@ class Choice:
         config, options: what `generate` is given. outlives: the cache is wanted afterwards.
         """
         plain = Decoding(None, [])
-        if not self._asked:
+        if not self._asked and (self._never or without_triton(device) is not None):
             return plain
         if self.required and (missing := without_triton(device)) is not None:
             raise KVFoundryError(f"require_kernels=True, but {missing}.")
@@ -89,7 +90,8 @@ class Choice:
     def _refused(self, notes: list[str], reason: str) -> None:
         if self.required:
             raise KVFoundryError(f"require_kernels=True, but the engine cannot serve this: {reason}.")
-        notes.append(f"decoded by the plain loop: {reason}.")
+        if self._asked:
+            notes.append(f"decoded by the plain loop: {reason}.")
 
 
 def _mode_refusal(model: PreTrainedModel, given: GenerationConfig | None, options: dict[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from kvfoundry.cache import KVCache
+from kvfoundry.devices import current
 from kvfoundry.engine.engine import DecodeEngine
 from kvfoundry.engine.program import Program
 from kvfoundry.engine.sampling import Sampler
@@ -108,19 +109,20 @@ def decoder(
             return text
         if not ended:
             pad = generation_config._pad_token_tensor
-            program = engine.begin(
-                cache,
-                text,
-                new,
-                processors=logits_processor,
-                sample=generation_config.do_sample,
-                stops=generation_config._eos_token_tensor,
-                pad=0 if pad is None else int(pad),
-            )
-            ahead = 1 if outlives and any(layer.rows.spends for layer in program.cache.static) else AHEAD
-            with getattr(model, "_optimize_model_for_decode", nullcontext)():
-                text = _run(program, text, first.done, new, stopping_criteria, streamer, ahead, pad)
-            engine.finish(cache, text.shape[1] - 1 - cache.seen_tokens, keep=outlives)
+            with current(text.device):
+                program = engine.begin(
+                    cache,
+                    text,
+                    new,
+                    processors=logits_processor,
+                    sample=generation_config.do_sample,
+                    stops=generation_config._eos_token_tensor,
+                    pad=0 if pad is None else int(pad),
+                )
+                ahead = 1 if outlives and any(layer.rows.spends for layer in program.cache.static) else AHEAD
+                with getattr(model, "_optimize_model_for_decode", nullcontext)():
+                    text = _run(program, text, first.done, new, stopping_criteria, streamer, ahead, pad)
+                engine.finish(cache, text.shape[1] - 1 - cache.seen_tokens, keep=outlives)
             if program.note is not None:
                 note(program.note)
         if streamer is not None:

@@ -134,7 +134,9 @@ class DecodeEngine:
             # with this, products of one row become reductions that read weights at full bandwidth
             forward = torch.compile(forward, dynamic=False, options={"coordinate_descent_tuning": True})
         graph = self.graph and text.device.type == "cuda"
-        return Program(forward, StaticCache(static), sampler, text[:, -1:].clone(), position, graph=graph)
+        # laid out alike for texts of any length, or a compiled model is compiled anew
+        ids = text[:, -1:].clone(memory_format=torch.contiguous_format)
+        return Program(forward, StaticCache(static), sampler, ids, position, graph=graph)
 
     def _extra(self, layer: CacheLayer, plan: Plan, rows: StaticRows, new: int) -> Extra:
         if isinstance(layer.rows, CodedRows):

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvfoundry.cache import KVCache
+from kvfoundry.devices import is_spread
 from kvfoundry.engine.coded import codec_refusal, coded_refusal
 from kvfoundry.engine.paging import budget_refusal, reading_refusal
 from kvfoundry.engine.replacing import replaces, sinks_of
@@ -38,7 +39,7 @@ def _model_refusal(model: PreTrainedModel) -> str | None:
         return "the model takes no position_ids"
     if model.config.get_text_config(decoder=True) is not model.config:
         return "the model is one of several kinds of input"
-    if len(set((getattr(model, "hf_device_map", None) or {"": 0}).values())) > 1:
+    if is_spread(model):
         return "the model is spread over several devices"
     kinds = {_rope_kind(module) for module in model.modules()}
     changing = sorted(kind for kind in kinds if "dynamic" in kind or kind == "longrope")

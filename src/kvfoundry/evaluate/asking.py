@@ -16,7 +16,7 @@ from kvfoundry.method import Method
 # Fields of a Generation that a result line takes over as they are.
 _MEASURED = (
     "prompt_tokens", "new_tokens", "stored_bytes", "peak_bytes", "full_bytes", "parked_bytes", "kept_rows",
-    "kept_share", "kept_profile", "ttft_seconds", "ms_per_token", "seconds",
+    "kept_share", "kept_profile", "prefill_share", "ttft_seconds", "ms_per_token", "seconds",
 )  # fmt: skip
 
 

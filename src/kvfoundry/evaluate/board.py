@@ -39,7 +39,11 @@ def columns_of(lines: Iterable[Line]) -> list[Column]:
     lines = list(lines)
     tasks = list(dict.fromkeys(line["task"] for line in lines))
     several, parks = len(tasks) > 1, any(line.get("parked_bytes") for line in lines)
+    sparse = any(line.get("prefill_share") is not None for line in lines)
     parked = Column("parked_bytes", "parked MiB", "bytes of dropped rows in host memory, mean", "low", ".2f", MIB)
+    computed = Column(
+        "prefill_share", "prompt attention", "computed share of the prompt's attention, mean", "low", ".1%"
+    )
     per_task = [Column(f"score:{task}", task, f"mean score on {task}", pattern=".3f") for task in tasks]
     return [
         Column("method", "method", "the recipe, in full", best="low"),
@@ -53,6 +57,7 @@ def columns_of(lines: Iterable[Line]) -> list[Column]:
         *([parked] if parks else []),
         Column("kept_rows", "kept rows", "rows per KV head and layer after the prompt, mean", "low", ".0f"),
         Column("kept_share", "kept share", "kept rows as a share of the prompt's tokens, mean", "low", ".1%"),
+        *([computed] if sparse else []),
         Column("ttft_seconds", "first token s", "seconds to the first token, prefill included, median", "low", ".2f"),
         Column("ms_per_token", "ms / token", "milliseconds per decoded token, median", "low", ".1f"),
         *(per_task if several else []),
@@ -76,7 +81,7 @@ def pick_columns(columns: Sequence[Column], names: Iterable[str]) -> list[Column
 
 _TASK_MEANS = (
     "score", "exact", "stored_bytes", "stored_share", "peak_bytes", "full_bytes", "parked_bytes", "kept_rows",
-    "kept_share",
+    "kept_share", "prefill_share",
 )  # fmt: skip
 
 

@@ -24,7 +24,8 @@ class Forced:
     """What the model says behind each of the last tokens of a text, and what its cache cost.
 
     logits: [batch, rest, vocabulary] in float32. Bytes, and the rows kept by each text, are those after the prefix;
-    the profiles are those at the end of the text. Times in seconds; bytes and times are of the whole batch.
+    the profiles are those at the end of the text. prefill_share: see `KVCache`. Times in seconds; bytes and times are
+    of the whole batch.
     """
 
     logits: Tensor
@@ -33,6 +34,7 @@ class Forced:
     parked_bytes: int
     kept: list[Kept]
     profiles: list[str | None]
+    prefill_share: float | None
     prefix_seconds: float
     seconds: float
     notes: list[str]
@@ -74,7 +76,7 @@ def force(
     _wait(ids)
     seconds = prefix_seconds + time.perf_counter() - resumed
     profiles = [row.profile for row in kept_by_row(cache)]
-    return Forced(logits, *cost, kept, profiles, prefix_seconds, seconds, list(cache.notes))
+    return Forced(logits, *cost, kept, profiles, cache.prefill_share, prefix_seconds, seconds, list(cache.notes))
 
 
 def feed(model: Any, cache: KVCache, ids: Tensor, mask: Tensor, start: int, piece: int = 1) -> Iterator[Tensor]:

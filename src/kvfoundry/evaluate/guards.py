@@ -66,13 +66,14 @@ def _done(lines: Sequence[Line]) -> list[Line]:
 
 
 def _idle(task: str, lines: Sequence[Line]) -> Iterator[Flag]:
-    """Methods that kept every row, saved nothing and answered as the full cache did."""
+    """Methods that kept every row, left nothing out, saved nothing and answered as the full cache did."""
     answers = {line["item"]: line["prediction"] for line in lines if line["method"] == FULL}
     for (method,), group in group_by(_done(lines), "method").items():
         if method == FULL:
             continue
         idle = all(
             line.get("kept_share") == 1
+            and line.get("prefill_share") in (None, 1)
             and (line.get("stored_bytes") or 0) >= _NOTHING_SAVED * (line.get("full_bytes") or 0)
             and line["prediction"] == answers.get(line["item"], line["prediction"])
             for line in group

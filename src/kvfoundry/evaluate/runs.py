@@ -13,7 +13,7 @@ from kvfoundry.evaluate.results import PROMPTS, RESULTS, Line, key_of, read_line
 _TEXTS = ("task", "item", "method", "prompt_hash")
 _NUMBERS = (
     "score", "stored_bytes", "peak_bytes", "full_bytes", "kept_rows", "kept_share", "ttft_seconds", "ms_per_token",
-    "seconds", "prompt_tokens",
+    "seconds", "prompt_tokens", "prefill_share",
 )  # fmt: skip
 # Every answer has these; times may lack, where nothing was decoded.
 _MEASURED = ("stored_bytes", "peak_bytes", "full_bytes", "kept_rows", "kept_share")

@@ -9,7 +9,7 @@ from kvfoundry.evaluate.scores.longbench import by_length, published_form
 
 _MEANS = (
     "score", "exact", "stored_bytes", "stored_share", "peak_bytes", "full_bytes", "parked_bytes", "kept_rows",
-    "kept_share", "prompt_tokens",
+    "kept_share", "prefill_share", "prompt_tokens",
 )  # fmt: skip
 # Means of fields that only some tasks write.
 _OF_SOME_TASKS = ("kl", "nll", "full_nll", "f1", "exact_match", "rouge_l")

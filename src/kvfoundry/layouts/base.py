@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfoundry.kernels.attention import AttentionKernel
+from kvfoundry.kernels.attention.remembering import Remembering
 from kvfoundry.visibility import WHOLE_PAST, Pattern, Visibility, WindowRule
 
 # Statistics that travel with the rows: name -> [batch, heads, rows] per stored head, or [batch, heads, rows, groups]
@@ -252,10 +253,18 @@ class Reading:
     rule: WindowRule = WHOLE_PAST
     unread_distance: int | None = None
 
-    def visibility(self, query_positions: Tensor, key_positions: Tensor, *, own: bool, complete: bool) -> Visibility:
+    def lse_of(self, query: Tensor) -> Tensor | None:
+        """Log-sum-exp of these queries' logits, base 2: [batch, query_heads, queries]; None where nobody kept it."""
+        kernel = self.kernel
+        return kernel.lse if isinstance(kernel, Remembering) and kernel.query is query else None
+
+    def visibility(
+        self, query_positions: Tensor, key_positions: Tensor, *, own: bool, complete: bool, behind: bool = False
+    ) -> Visibility:
         """The mask of one call, in its cheapest form.
 
-        own: the rows are exactly the queries' own tokens. complete: no head has padding behind its rows.
+        own: the rows are exactly the queries' own tokens. complete: no head has padding behind its rows. behind: no
+        query is padding, and their own tokens are the last rows of every head.
         """
         queries, rows = query_positions.shape[1], key_positions.shape[2]
         reaches_all = self.rule.span is None or rows <= self.rule.span
@@ -266,6 +275,8 @@ class Reading:
             pattern = "causal"
         elif queries == 1 and complete and self.rule.span is None:
             pattern = "full"
+        elif behind and complete and self.rule.span is None:
+            pattern = "behind"
         else:
             pattern = "masked"
         return Visibility(query_positions, key_positions, pattern, self.rule, self.unread_distance)

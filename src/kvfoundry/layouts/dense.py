@@ -51,6 +51,7 @@ class DenseRows(Layout):
         self._uneven: Tensor | None = None if bool((lengths == self._rows).all()) else lengths
         # True while the rows are exactly the tokens of one call: then the lower triangle is the mask.
         self._own_tokens = False
+        self._newest = 0  # rows of the last call, where it brought as many for every head
         self._shared = False
 
     @classmethod
@@ -123,7 +124,7 @@ class DenseRows(Layout):
             self._positions[:, :, old:rows] = -1
             self._scatter(keys, values, positions, lengths - self.lengths)
             self._uneven = None if bool((lengths == rows).all()) else lengths
-        self._rows, self._own_tokens = rows, False
+        self._rows, self._own_tokens, self._newest = rows, False, tokens if even else 0
         if self._columns:
             self._columns = {name: _padded(column, rows) for name, column in self._columns.items()}
         return self
@@ -219,8 +220,9 @@ class DenseRows(Layout):
     def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
         view = self.view()
         visibility = reading.visibility(
-            query_positions, view.positions, own=self._own_tokens, complete=self._uneven is None
-        )
+            query_positions, view.positions, own=self._own_tokens, complete=self._uneven is None,
+            behind=query.shape[2] == self._newest,
+        )  # fmt: skip
         return reading.kernel(
             query,
             view.keys,

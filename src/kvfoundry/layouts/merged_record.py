@@ -30,7 +30,8 @@ def record_of_pair(rows: PairedRows) -> Record:
         for half in HALVES:
             parts[f"retained.{side}.{half}"] = held.rows[half][0]
             parts[f"magnitude.{half}.{side}"] = pair.magnitudes[half, side][0]
-    return Record("merged", tensors | copied(parts))
+    device = pair.device("earlier")  # a record lies in one place
+    return Record("merged", tensors | copied({name: part.to(device) for name, part in parts.items()}))
 
 
 def restored_half(record: Record, half: Half, store: MiniCachePairStore, numbers: tuple[int, int]) -> PairedRows:
@@ -47,6 +48,9 @@ def restored_half(record: Record, half: Half, store: MiniCachePairStore, numbers
             slots, bound = (named[f"retained.{side}.{what}"][None] for what in ("slots", "bound"))
             retained[side] = Retained(slots, rows, bound)
         store.put(*numbers, MergedPair(_dense(record.part("directions")), magnitudes, retained).shared())
+    else:
+        device = record.tensors["fresh.keys"].device
+        store.put(*numbers, store.pair(*numbers).with_later_on(device))
     return PairedRows(store, numbers, half, fresh.shared())
 
 

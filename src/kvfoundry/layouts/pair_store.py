@@ -65,16 +65,16 @@ class Retained:
 
         The last place of the buffer takes what has to go nowhere.
         """
-        count = buffer.shape[2] - 1
-        bounds = torch.tensor([start, start + count], dtype=self.slots.dtype, device=self.slots.device)
-        first, last = torch.searchsorted(self.slots, bounds.expand(*self.slots.shape[:2], 2).contiguous()).unbind(-1)
+        count, slots = buffer.shape[2] - 1, self.slots.to(buffer.device)
+        bounds = torch.tensor([start, start + count], dtype=slots.dtype, device=slots.device)
+        first, last = torch.searchsorted(slots, bounds.expand(*slots.shape[:2], 2).contiguous()).unbind(-1)
         width = int((last - first).max()) if first.numel() else 0
         if width == 0:
             return
         index = first[..., None] + torch.arange(width, device=first.device)
         inside = index < last[..., None]
-        index = index.clamp(max=self.slots.shape[2] - 1)
-        target = (self.slots.gather(2, index) - start).masked_fill(~inside, count).long()[..., None]
+        index = index.clamp(max=slots.shape[2] - 1)
+        target = (slots.gather(2, index) - start).masked_fill(~inside, count).long()[..., None]
         exact = self.rows[half].gather(2, index[..., None].expand(-1, -1, -1, buffer.shape[3]))
         buffer.scatter_(2, target.expand_as(exact), exact)
 
@@ -84,12 +84,10 @@ class Retained:
         order = both.argsort(dim=2, stable=True)
         width = int((both != _NONE).sum(dim=-1).max()) if both.numel() else 0
         order = order[..., :width]
-        merged = {
-            half: torch.cat([self.rows[half], rows[half]], dim=2).gather(
-                2, order[..., None].expand(-1, -1, -1, rows[half].shape[3])
-            )
-            for half in HALVES
-        }
+        merged: dict[Half, Tensor] = {}
+        for half in HALVES:
+            index = order.to(rows[half].device)[..., None].expand(-1, -1, -1, rows[half].shape[3])
+            merged[half] = torch.cat([self.rows[half], rows[half]], dim=2).gather(2, index)
         return Retained(both.gather(2, order), merged, bound)
 
     def truncated(self, lengths: Tensor) -> Retained:
@@ -101,14 +99,16 @@ class Retained:
 
     def selected(self, indices: Tensor) -> Retained:
         """The batch rows `indices`."""
-        rows = {half: self.rows[half][indices] for half in HALVES}
-        return Retained(self.slots[indices], rows, self.bound[indices])
+        rows = {half: _picked(self.rows[half], indices) for half in HALVES}
+        return Retained(_picked(self.slots, indices), rows, _picked(self.bound, indices))
 
 
 class MergedPair:
     """The merged rows of one pair of layers.
 
-    Directions and positions are stored once; a magnitude per row and the retained rows once for each layer.
+    Directions and positions are stored once; a magnitude per row and the retained rows once for each layer. Where a
+    split of the model runs between the two layers, what both share lies on the device of the earlier one, and a tile of
+    it goes to the other device whenever the later one reads it.
     """
 
     def __init__(
@@ -122,6 +122,7 @@ class MergedPair:
 
         Also returns how far apart the rows are: the mean angle in degrees, over keys and values.
         """
+        home, later = later.keys.device, _moved(later, earlier.keys.device)
         directions: dict[Side, Tensor] = {}
         magnitudes: dict[tuple[Half, Side], Tensor] = {}
         retained: dict[Side, Retained] = {}
@@ -134,8 +135,9 @@ class MergedPair:
             slots = widest_angles(angle, counts)
             others = F.pad(angle, (0, 1), value=-1.0).scatter(2, slots.where(slots >= 0, angle.shape[2]), -1.0)
             bound = others.amax(dim=2)
-            retained[side] = _taken(earlier, later, side, slots, 0, bound)
-            directions[side], magnitudes["earlier", side], magnitudes["later", side] = _stored(merged, later.keys.dtype)
+            retained[side] = _taken(earlier, later, side, slots, 0, bound, home)
+            directions[side], magnitudes["earlier", side], length = _stored(merged, later.keys.dtype)
+            magnitudes["later", side] = length.to(home)
         rows = DenseRows(
             directions["keys"] * valid[..., None],
             directions["values"] * valid[..., None],
@@ -150,6 +152,7 @@ class MergedPair:
         A row stays exact when its angle exceeds all that the prompt merged, and while no more than `share` of the rows
         so far are exact: so the rows may come one at a time or several at once.
         """
+        home, later = later.keys.device, _moved(later, earlier.keys.device)
         before = self.directions.lengths
         counts = None if bool((later.lengths == later.keys.shape[2]).all()) else later.lengths
         new: dict[Side, Tensor] = {}
@@ -160,9 +163,10 @@ class MergedPair:
             slots = self._exceeding(merged.angle.masked_fill(~later.valid, -1.0), held, before, share)
             if bool((slots >= 0).any()):
                 bound = held.bound
-                taken = _taken(earlier, later, side, slots, before, bound)
+                taken = _taken(earlier, later, side, slots, before, bound, home)
                 self.retained[side] = held.extended(taken.slots, taken.rows, bound)
-            new[side], magnitudes["earlier", side], magnitudes["later", side] = _stored(merged, later.keys.dtype)
+            new[side], magnitudes["earlier", side], length = _stored(merged, later.keys.dtype)
+            magnitudes["later", side] = length.to(home)
         last = int(later.positions.max())
         self.directions = self.directions.append(new["keys"], new["values"], later.positions, counts, last)
         for name, column in magnitudes.items():
@@ -186,32 +190,35 @@ class MergedPair:
         """Merged rows per batch row and head: [batch, heads], on the CPU."""
         return self.directions.lengths
 
+    def device(self, half: Half) -> torch.device:
+        """Where one layer of the pair computes."""
+        return self.magnitudes[half, "keys"].device
+
     def restored(self, block: Block, start: int, half: Half) -> Block:
-        """A tile of directions (rows from `start` on, all heads) as rows of one layer."""
-        count = block.keys.shape[2]
+        """A tile of directions (rows from `start` on, all heads) as rows of one layer, on its device."""
+        count, device = block.keys.shape[2], self.device(half)
         sides: dict[Side, Tensor] = {}
         for side in SIDES:
-            direction = getattr(block, side)
+            direction = getattr(block, side).to(device)
             buffer = direction.new_empty(*direction.shape[:2], count + 1, direction.shape[3])
             buffer[:, :, :count] = direction * self.magnitudes[half, side][:, :, start : start + count, None]
             self.retained[side].put_into(buffer, start, half)
             sides[side] = buffer[:, :, :count]
-        return replace(block, keys=sides["keys"], values=sides["values"])
+        return replace(block, keys=sides["keys"], values=sides["values"], positions=block.positions.to(device))
 
     def rows(self, half: Half) -> RowsView:
         """All rows of one layer: a copy, for a look; attention restores tile by tile."""
         view = self.directions.view()
         block = Block(slice(None), slice(None), view.keys, view.values, view.positions, True)
         whole = self.restored(block, 0, half)
-        return RowsView(whole.keys, whole.values, view.positions, view.lengths)
+        return RowsView(whole.keys, whole.values, whole.positions, view.lengths)
 
     def selected(self, indices: Tensor) -> MergedPair:
         """The batch rows `indices`, in memory of their own."""
-        on_device = indices.to(self.directions.view().keys.device)
         directions = self.directions.select_batch(indices)
         rows = directions.view().keys.shape[2]
-        magnitudes = {name: column[on_device][:, :, :rows].clone() for name, column in self.magnitudes.items()}
-        return MergedPair(directions, magnitudes, {s: self.retained[s].selected(on_device) for s in SIDES})
+        magnitudes = {name: _picked(column, indices)[:, :, :rows].clone() for name, column in self.magnitudes.items()}
+        return MergedPair(directions, magnitudes, {s: self.retained[s].selected(indices) for s in SIDES})
 
     def truncated(self, lengths: Tensor) -> MergedPair:
         """The first `lengths` rows of every head, at most as many as there are."""
@@ -222,6 +229,17 @@ class MergedPair:
     def shared(self) -> MergedPair:
         """A second pair over the same memory; whichever writes first takes a copy."""
         return MergedPair(self.directions.shared(), dict(self.magnitudes), dict(self.retained))
+
+    def with_later_on(self, device: torch.device) -> MergedPair:
+        """The same pair with what the later layer alone has on its device."""
+        magnitudes = {
+            name: column.to(device) if name[0] == "later" else column for name, column in self.magnitudes.items()
+        }
+        retained = {
+            side: replace(held, rows={**held.rows, "later": held.rows["later"].to(device)})
+            for side, held in self.retained.items()
+        }
+        return MergedPair(self.directions, magnitudes, retained)
 
     def tensors(self, half: Half) -> Iterator[Tensor]:
         """What one layer adds to memory: the earlier one directions and positions, each its own magnitudes and rows."""
@@ -236,16 +254,38 @@ class MergedPair:
 
 
 def _taken(
-    earlier: RowsView, later: RowsView, side: Side, slots: Tensor, before: Tensor | int, bound: Tensor
+    earlier: RowsView,
+    later: RowsView,
+    side: Side,
+    slots: Tensor,
+    before: Tensor | int,
+    bound: Tensor,
+    home: torch.device,
 ) -> Retained:
-    """The exact rows at `slots` of two views, under the numbers that they get behind `before` older rows."""
+    """The exact rows at `slots` of two views, under the numbers that they get behind `before` older rows.
+
+    home: the device of the later layer, where its rows go.
+    """
     index = slots.clamp(min=0)[..., None]
     rows: dict[Half, Tensor] = {}
     for half, view in zip(HALVES, (earlier, later), strict=True):
         source = getattr(view, side)
         rows[half] = source.gather(2, index.expand(-1, -1, -1, source.shape[3])) * (slots >= 0)[..., None]
+    rows["later"] = rows["later"].to(home)
     offset = before.to(slots.device)[..., None] if isinstance(before, Tensor) else before
     return Retained((slots + offset).masked_fill(slots < 0, _NONE).to(torch.int32), rows, bound)
+
+
+def _moved(view: RowsView, device: torch.device) -> RowsView:
+    """Rows without statistics on a device; the view itself when they are there."""
+    if view.keys.device == device:
+        return view
+    return RowsView(view.keys.to(device), view.values.to(device), view.positions.to(device), view.lengths)
+
+
+def _picked(tensor: Tensor, indices: Tensor) -> Tensor:
+    """The batch rows `indices`, which may be on another device."""
+    return tensor[indices.to(tensor.device)]
 
 
 def _stored(merged: MergedRows, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,9 +27,12 @@ class PairedRows(Layout):
     @classmethod
     def merged(cls, store: MiniCachePairStore, pair: tuple[int, int], half: Half) -> PairedRows:
         """All rows in the store, none fresh."""
-        view = store.pair(*pair).directions.view()
-        keys, values = view.keys[:, :, :0].clone(), view.values[:, :, :0].clone()
-        positions = view.positions[:, :1, :0].clone()
+        merged = store.pair(*pair)
+        view, device = merged.directions.view(), merged.device(half)
+        keys, values, positions = (
+            tensor.to(device).clone()
+            for tensor in (view.keys[:, :, :0], view.values[:, :, :0], view.positions[:, :1, :0])
+        )
         return cls(store, pair, half, DenseRows(keys, values, positions, view.lengths * 0))
 
     @property

@@ -17,6 +17,8 @@ from kvfoundry.layouts.rectangles import appended, cut, gathered, span
 
 # Rows that are encoded at once: the temporaries of a long prompt stay small.
 _ENCODED_AT_ONCE = 1 << 14
+# A GPU has room for more at once.
+_GPU_BLOCKS = 8
 # Rows that are decoded at once where each needs the tables of its block picked for it.
 _ROWS_WITH_TABLES = 64
 
@@ -88,17 +90,11 @@ class CodedSide:
         due = (side.tails - codec.residual).clamp(min=0) // stride * stride
         if not bool(due.any()):
             return side
-        index = span(torch.zeros_like(due), due)
-        batch, head, number = (index[:, :, :: codec.block] >= 0).nonzero(as_tuple=True)
-        within = number[:, None] * codec.block + torch.arange(codec.block)
-        device = side.tail.device
-        at_position = (side.firsts + side.counts)[batch, head][:, None] + within
+        batch, head, within, at_position = side._due_blocks(due)
         flat_head = head if positions.shape[1] > 1 else torch.zeros_like(head)
-        batch, head, flat_head, within, at_position = (
-            tensor.to(device) for tensor in (batch, head, flat_head, within, at_position)
-        )
         pieces = []
-        step = max(1, _ENCODED_AT_ONCE // codec.block)
+        at_once = _ENCODED_AT_ONCE * (_GPU_BLOCKS if side.tail.is_cuda else 1)
+        step = max(1, at_once // codec.block)
         for start in range(0, batch.numel(), step):
             part = slice(start, start + step)
             b, h = batch[part, None], head[part, None]
@@ -109,6 +105,27 @@ class CodedSide:
             where = positions[b, flat_head[part, None], at_position[part]]
             pieces.append(codec.encode(rows, where, fixed))
         return side._with_blocks(_joined(pieces), due)
+
+    def _due_blocks(self, due: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Batch row and head of every block of the tail's first `due` rows, head after head: [blocks].
+
+        And where its rows stand, in the tail and among all rows of the head: [blocks, block]. All on the rows' device.
+        """
+        block, device = self.codec.block, self.tail.device
+        first = self.firsts + self.counts
+        most, begin = int(due.max()), int(first.flatten()[0])
+        if bool((due == most).all()) and bool((first == begin).all()):  # a prompt's: nothing is asked of the host
+            each = most // block
+            number = torch.arange(self.heads * each, device=device)
+            owner = torch.div(number, each, rounding_mode="floor")
+            head = owner % due.shape[1]
+            within = (number % each)[:, None] * block + torch.arange(block, device=device)
+            return torch.div(owner, due.shape[1], rounding_mode="floor"), head, within, within + begin
+        batch, head, number = (span(torch.zeros_like(due), due)[:, :, ::block] >= 0).nonzero(as_tuple=True)
+        within = number[:, None] * block + torch.arange(block)
+        at_position = first[batch, head][:, None] + within
+        batch, head, within, at_position = (tensor.to(device) for tensor in (batch, head, within, at_position))
+        return batch, head, within, at_position
 
     def _with_first(self) -> CodedSide:
         """Move rows from the tail to the front where the front is not full and nothing is coded yet."""

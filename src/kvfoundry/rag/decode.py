@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
+from kvfoundry.attention import family_of
 from kvfoundry.blend.check import require_exact
 from kvfoundry.blend.ropes import ropes_of
 from kvfoundry.cache import KVCache
 from kvfoundry.checks import number, whole
-from kvfoundry.errors import SpecError
+from kvfoundry.devices import is_spread
+from kvfoundry.errors import SpecError, UnsupportedModelError
 from kvfoundry.evaluate.prompts import line_stops
 from kvfoundry.rag.build import token_bytes
 from kvfoundry.rag.making import Maker
@@ -82,6 +84,11 @@ class Decoder:
     """Answers prompts of one model. maker: gives chunks; its store is the caller's to close."""
 
     def __init__(self, maker: Maker, settings: Settings):
+        if is_spread(maker.model):
+            raise UnsupportedModelError(
+                f"{family_of(maker.model)}: the model is split over devices, and passages that come and go while an "
+                "answer is decoded are kept on one; load it on one device, or blend the passages (kvfoundry.generate)."
+            )
         self.maker, self.settings = maker, settings
         self.shape = require_exact(maker.model)
         self.stops = frozenset(line_stops(maker.model, maker.tokenizer)["eos_token_id"])

@@ -150,6 +150,7 @@ class Evidence:
             scaling=self.reading.scaling,
             softcap=self.reading.softcap,
             sinks=self.reading.sinks,
+            lse=self.reading.lse_of(self.query),
         )
 
     def ages(self) -> Tensor:

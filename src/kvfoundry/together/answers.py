@@ -13,6 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from kvfoundry import compat
 from kvfoundry.cache import KVCache
 from kvfoundry.devices import input_device
+from kvfoundry.engine import DecodeEngine
+from kvfoundry.engine.choosing import Choice
 from kvfoundry.errors import DataError, UnsupportedModelError
 from kvfoundry.feeding import check_length
 from kvfoundry.generation import Generation, Held, encode, generations, stop_tokens, until_stop
@@ -57,6 +59,7 @@ def generate_together(
     min_new_tokens: int | None = None,
     seed: int | None = None,
     rows: int | None = None,
+    engine: DecodeEngine | bool | None = None,
 ) -> list[list[Generation]]:
     """What `kvfoundry.generate(..., do_sample=False, details=True)` returns for each of the methods.
 
@@ -67,7 +70,7 @@ def generate_together(
     None, and `seconds` is the share of one answer in the whole.
 
     max_new_tokens: for all prompts, or one for each. rows: of a decoding batch at most, by default 64 on a CPU and
-    4,096 on a GPU. The other parameters are those of `kvfoundry.generate`.
+    4,096 on a GPU. engine and the other parameters are those of `kvfoundry.generate`.
 
     Raises DataError for an empty prompt or one that does not fit the model, UnsupportedModelError for a model that
     cannot share a prompt, or whose generation config asks for beams or for a forced end.
@@ -97,8 +100,10 @@ def generate_together(
 
     arms = _read(model, tokenizer, parsed, ids, mask, hold_back, stops, pad, least)
     size = rows or _ROWS.get(ids.device.type, _ROWS["cpu"])
+    choice = Choice(model, engine, require_kernels=False, compile=False)
     for group in _groups(arms, max(1, size // len(texts))):
-        _go_on(model, [arms[number] for number in group], ids, mask, limits, stops, pad, least)
+        _go_on(model, [arms[number] for number in group], ids, mask, limits, stops, pad, least, choice)
+    choice.end()
     share = (time.perf_counter() - began) / max(1, len(arms) * len(texts))
     return [
         generations(
@@ -132,7 +137,32 @@ def _read(
     pad: int,
     least: int,
 ) -> list[_Arm]:
-    """Read the prompts, and let every method choose the first token of each answer."""
+    """Read the prompts, and let every method choose the first token of each answer.
+
+    Methods that compute the attention of a prompt in different ways read it one after the other.
+    """
+    ways: dict[Hashable, list[int]] = {}
+    for number, method in enumerate(methods):
+        ways.setdefault(method.prefill, []).append(number)
+    arms: dict[int, _Arm] = {}
+    for numbers in ways.values():
+        alike = [methods[number] for number in numbers]
+        found = _read_alike(model, tokenizer, alike, ids, mask, hold_back, stops, pad, least)
+        arms |= zip(numbers, found, strict=True)
+    return [arms[number] for number in range(len(methods))]
+
+
+def _read_alike(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: Sequence[Method],
+    ids: Tensor,
+    mask: Tensor,
+    hold_back: int,
+    stops: Collection[int],
+    pad: int,
+    least: int,
+) -> list[_Arm]:
     prompt = SharedPrompt(model, methods)
     read = ids.shape[1] - hold_back
     first: list[int] = []
@@ -204,6 +234,7 @@ def _go_on(
     stops: Collection[int],
     pad: int,
     least: int,
+    choice: Choice,
 ) -> None:
     """Complete the answers of some arms in one batch, and let go of their caches."""
     caches = [arm.cache for arm in arms if arm.cache is not None]
@@ -213,8 +244,10 @@ def _go_on(
     del caches
     count = len(arms)
     answers = [answer for arm in arms for answer in arm.answers]
+    by = choice.decoding(ids.device, cache, None, None, {"do_sample": False}, outlives=False)
     decode(
-        model, cache, ids.repeat(count, 1), mask.repeat(count, 1), answers, list(limits) * count, stops, pad, least
+        model, cache, ids.repeat(count, 1), mask.repeat(count, 1), answers, list(limits) * count, stops, pad, least,
+        by.method,
     )  # fmt: skip
-    if count == 1:  # what only its own cache can tell, and only now
-        arms[0].notes = cache.notes
+    for arm in arms:  # what only its own cache can tell, and only now
+        arm.notes = [*(cache.notes if count == 1 else arm.notes), *by.notes]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvfoundry.attention import family_of
 from kvfoundry.cache import KVCache
-from kvfoundry.errors import CacheStateError, UnsupportedModelError
+from kvfoundry.errors import CacheStateError, SpecError, UnsupportedModelError
 from kvfoundry.layer import CacheLayer
 from kvfoundry.layouts.base import Reading
 from kvfoundry.method import Method
@@ -34,12 +34,19 @@ class SharedPrompt(KVCache):
     Rows, statistics and bytes of every cache are those after a prompt of its own; caches that keep every row share
     their memory until one of them writes. The shared prompt itself holds nothing. A method that reads the prompt a
     second time (kvzip) still has that to do: `kvfoundry.compress_by_reconstruction`.
-    Raises SpecError or UnsupportedModelError as `KVCache` does, and UnsupportedModelError for a model whose layers hold
-    recurrent states instead of rows.
+    Raises SpecError or UnsupportedModelError as `KVCache` does, SpecError also for methods that compute the attention
+    of a prompt in different ways (minference), and UnsupportedModelError for a model whose layers hold recurrent states
+    instead of rows.
     """
 
     def __init__(self, model: PreTrainedModel, methods: Sequence[str | Method]):
-        super().__init__(model)
+        ways = {method.prefill: method for method in map(Method.parse, methods)}
+        if len(ways) > 1:
+            first, second = list(ways.values())[:2]
+            raise SpecError(
+                f"{first} and {second} read a prompt in different ways; give each a shared prompt of its own."
+            )
+        super().__init__(model, Method.parse("fullkv").replace(prefill=next(iter(ways), None)))
         if len(self.attention_layers) != sum(not dummy for dummy in self._is_stateless()):
             raise UnsupportedModelError(
                 f"{family_of(model)} has layers with recurrent states, which methods cannot share; give each a KVCache."
@@ -48,7 +55,9 @@ class SharedPrompt(KVCache):
         self._was_read = False
         for number, layer in enumerate(self.layers):
             if isinstance(layer, CacheLayer):
-                layer.watch = partial(_lead, layers_at(number, self.caches))
+                followers = layers_at(number, self.caches)
+                layer.watch = partial(_lead, followers)
+                layer.sums_for_others = any(follower.sums_columns for follower in followers)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model. Refuses a second call."""

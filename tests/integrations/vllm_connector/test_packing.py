@@ -57,7 +57,7 @@ def test_a_chunk_is_read_in_another_process_s_packing():
     assert torch.equal(packing.rows(again, 1)[0], packing.rows(chunk, 1)[0])
 
 
-@pytest.mark.parametrize("spec", ["snapkv(budget=64)", "quest", "minicache", "streamingllm(budget=64)", "int8+park"])
+@pytest.mark.parametrize("spec", ["snapkv(budget=64)", "quest", "minference", "minicache", "int8+park"])
 def test_methods_that_do_more_are_refused(spec):
     with pytest.raises(SpecError):
         checked_method(spec)

@@ -74,7 +74,7 @@ class QueryAware(Selector):
 
 def attention_of_questions(blending: Blending, first: int = 0) -> Tensor:
     """Attention that every token of the context gets from the question, mean from layer `first` on: [batch, tokens]."""
-    total = torch.zeros(len(blending.lengths), int(blending.lengths.max()), device=blending.feed.device)
+    total = torch.zeros(len(blending.lengths), int(blending.lengths.max()), device=blending.device)
 
     def listen(layer: int, query: Tensor, positions: Tensor, view: RowsView, reading: Reading) -> None:
         if layer < first:

@@ -56,7 +56,11 @@ class EvalOptions(PlaygroundWords):
         ),
     ] = "local"
     worker_count: Annotated[
-        int | None, typer.Option("--worker-count", help="Workers of --workers ray. (default: one per GPU, or 2)")
+        int | None,
+        typer.Option(
+            "--worker-count",
+            help="Workers of --workers ray. (default: one per GPU, one per machine with auto-map, or 2)",
+        ),
     ] = None
     seed: SeedOption = 0
     out: Annotated[Path, typer.Option("--out", "--save_dir", help="Results folder.")] = Path("results")

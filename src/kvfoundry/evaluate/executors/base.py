@@ -57,6 +57,12 @@ class ModelSource:
         """Whether a worker needs GPUs of its own where there are any."""
         return self.device in ("auto", "auto-map", "cuda")
 
+    def workers(self, gpus: int, machines: int) -> int:
+        """Workers where nobody says how many: one per GPU, one per machine with GPUs for a split model, else two."""
+        if not self.takes_gpus or gpus == 0:
+            return 2
+        return max(1, machines) if self.device == "auto-map" else gpus
+
     def gpus_each(self, gpus: int, workers: int) -> float:
         """GPUs of each worker when so many are there: one, a share of one, or for a split model as many as fit."""
         if not self.takes_gpus or gpus == 0:

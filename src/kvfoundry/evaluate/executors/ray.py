@@ -27,7 +27,7 @@ _STORE = 128 * 1024 * 1024
 
 
 class RayExecutor(Executor):
-    """`count` actors with a model each; None takes as many as there are GPUs, or two without any.
+    """`count` actors with a model each; None takes as many as `ModelSource.workers` says.
 
     A model folder and data files must be there under the same name on every node, and kvfoundry installed.
     """
@@ -52,7 +52,8 @@ class RayExecutor(Executor):
             self._began_ray = True
         available, total = ray.available_resources(), ray.cluster_resources()
         gpus = int(total.get("GPU", 0))
-        self._count = self._count or (gpus if self._source.takes_gpus and gpus else 2)
+        machines = sum(node["Alive"] and node["Resources"].get("GPU", 0) >= 1 for node in ray.nodes())
+        self._count = self._count or self._source.workers(gpus, machines)
         each = self._source.gpus_each(gpus, self._count)
         if each * self._count > gpus:
             raise KVFoundryError(f"{self._count} workers want {each:g} GPUs each, ray has {gpus}; use fewer of them.")

@@ -158,6 +158,7 @@ class FidelityTask:
                     "kept_rows": forced.kept[row].rows,
                     "kept_share": forced.kept[row].share,
                     "kept_profile": forced.profiles[row],
+                    "prefill_share": forced.prefill_share,
                     "ttft_seconds": forced.prefix_seconds,
                     "ms_per_token": 1e3 * (forced.seconds - forced.prefix_seconds) / self.rest,
                     "seconds": forced.seconds,

@@ -28,7 +28,7 @@ def checked_method(spec: str) -> Method:
     """
     method = Method.parse(spec)
     drops = method.score or method.budget or method.dispose or method.read or method.pairs or method.reconstructs
-    if drops or method.slot_positions or method.unread_distance:
+    if drops or method.prefill or method.slot_positions or method.unread_distance:
         raise SpecError(
             f"{method}: vLLM keeps every row, so the store takes codecs only, such as int8 or kivi(bits=4)."
         )

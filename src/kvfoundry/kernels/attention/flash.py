@@ -39,7 +39,7 @@ def attend(
         key.transpose(1, 2),
         value.transpose(1, 2),
         softmax_scale=scaling,
-        causal=visibility.pattern == "causal",
+        causal=visibility.pattern != "full",  # by the lower right corner
         softcap=softcap or 0.0,
     )
     return output.transpose(1, 2)

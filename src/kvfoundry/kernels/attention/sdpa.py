@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvfoundry.kernels.attention import naive
+from kvfoundry.kernels.attention import halves, naive
 from kvfoundry.visibility import Visibility
 
 # Numbers that torch's flash kernel reads.
-_FLASH = (torch.float16, torch.bfloat16)
+FLASH = (torch.float16, torch.bfloat16)
 
 
 def attend(
@@ -30,7 +30,7 @@ def attend(
     if visibility.pattern == "causal":
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1)
     if visibility.pattern == "full":
-        if groups > 1 and query.is_cuda and query.dtype in _FLASH:
+        if groups > 1 and query.is_cuda and query.dtype in FLASH:
             # One query per head leaves a GPU idle in torch's flash kernel, unless it is told of the groups: it then
             # splits over the rows. Measured at batch 1: 130 us for 131,072 rows, and 1,494 us in the form below.
             return F.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
@@ -38,6 +38,8 @@ def attend(
         packed = query.reshape(batch, heads, groups * queries, head_dim)
         output = F.scaled_dot_product_attention(packed, key, value, scale=scaling)
         return output.reshape(batch, query_heads, queries, value.shape[3])
+    if visibility.pattern == "behind" and query.is_cuda and query.dtype in FLASH and halves.serves(query, key, value):
+        return halves.behind(query, key, value, scaling=scaling)
     step = naive.query_block(query.device, batch, query_heads, rows)
     outputs = []
     for start in range(0, queries, step):

@@ -35,18 +35,35 @@ def _whole(x):
 
 
 @triton.jit
-def _quantized(x, low, high, dtype: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, TOP: tl.constexpr):
+def _shared(x, parts: tl.constexpr, INVERT: tl.constexpr):
+    """x / parts as torch does it: by the inverse on a GPU."""
+    if INVERT:
+        return x * (1.0 / parts)
+    return tl.div_rn(x, parts * 1.0)
+
+
+@triton.jit
+def _quantized(
+    x,
+    low,
+    high,
+    dtype: tl.constexpr,
+    BITS: tl.constexpr,
+    MODE: tl.constexpr,
+    TOP: tl.constexpr,
+    INVERT: tl.constexpr,
+):
     """(codes int32 like x, scale, minimum) of groups with these extremes; scale and minimum float32, as stored."""
     levels: tl.constexpr = 2**BITS - 1
     if MODE == 0:
-        scale = _stored(tl.div_rn(tl.minimum(_stored(high - low, dtype), TOP), levels * 1.0), dtype)
+        scale = _stored(_shared(tl.minimum(_stored(high - low, dtype), TOP), levels, INVERT), dtype)
         steps = _rounded(tl.div_rn(_rounded(x - low, dtype), tl.where(scale == 0.0, 1.0, scale)), dtype)
         codes = tl.minimum(tl.maximum(_whole(steps), 0.0), levels * 1.0)
         return codes.to(tl.int32), scale, low
     if MODE == 3:
         low = tl.minimum(low, 0.0)
         high = tl.maximum(high, 0.0)
-        scale = _stored(tl.div_rn(tl.minimum(_stored(high - low, dtype), TOP), levels * 1.0), dtype)
+        scale = _stored(_shared(tl.minimum(_stored(high - low, dtype), TOP), levels, INVERT), dtype)
         scale = tl.where(scale == 0.0, 1.0, scale)
         zero = tl.minimum(tl.maximum(_whole(_rounded(tl.div_rn(-low, scale), dtype)), 0.0), levels * 1.0)
         codes = _whole(_rounded(tl.div_rn(x, scale), dtype)) + zero
@@ -54,9 +71,9 @@ def _quantized(x, low, high, dtype: tl.constexpr, BITS: tl.constexpr, MODE: tl.c
         return codes.to(tl.int32), scale, zero
     size = tl.maximum(tl.abs(high), tl.abs(low))
     if MODE == 1:
-        scale = _stored(tl.div_rn(size, (2 ** (BITS - 1) - 1) * 1.0), dtype)
+        scale = _stored(_shared(size, 2 ** (BITS - 1) - 1, INVERT), dtype)
     else:
-        scale = _stored(tl.div_rn(size, levels / 2), dtype)
+        scale = _stored(_shared(size, levels / 2, INVERT), dtype)
     steps = _whole(_rounded(tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale)), dtype))
     least: tl.constexpr = -(2 ** (BITS - 1)) + (1 if MODE == 1 else 0)
     shift: tl.constexpr = 2 ** (BITS - 1) - (1 if MODE == 1 else 0)
@@ -100,6 +117,7 @@ def _per_token(
     BITS: tl.constexpr,
     MODE: tl.constexpr,
     TOP: tl.constexpr,
+    INVERT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     owner = tl.program_id(1)
@@ -125,13 +143,13 @@ def _per_token(
     c_at = codes + batch * c_batch + head * c_head + target[:, None] * c_row + byte[None, :]
     c_inside = (i < number)[:, None] & (byte < BYTES)[None, :]
     if MODE == 4:
-        scale = _stored(tl.div_rn(tl.maximum(tl.abs(low), tl.abs(high)), 448.0), dtype)
+        scale = _stored(_shared(tl.maximum(tl.abs(low), tl.abs(high)), 448, INVERT), dtype)
         steps = tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale))
         steps = tl.minimum(tl.maximum(steps, -448.0), 448.0)
         bits = steps.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         tl.store(c_at, tl.reshape(bits, (BLOCK, SLICES_PADDED * WIDTH)), mask=c_inside)
     else:
-        found, scale, minimum = _quantized(x, low, high, dtype, BITS, MODE, TOP)
+        found, scale, minimum = _quantized(x, low, high, dtype, BITS, MODE, TOP, INVERT)
         tl.store(c_at, _packed(found, BLOCK, SLICES_PADDED * WIDTH * BITS // 8, BITS), mask=c_inside)
         if MODE == 0 or MODE == 3:
             m_at = minima + base + target[:, None] * s_row + slice_of[None, :]
@@ -165,6 +183,7 @@ def _per_channel(
     BITS: tl.constexpr,
     MODE: tl.constexpr,
     TOP: tl.constexpr,
+    INVERT: tl.constexpr,
 ):
     owner = tl.program_id(1)
     batch = (owner // stored_heads).to(tl.int64)
@@ -179,7 +198,7 @@ def _per_channel(
     )
     low = tl.where(d < DIM, tl.min(tl.where(inside, x, float("inf")), axis=0), 0.0)
     high = tl.where(d < DIM, tl.max(tl.where(inside, x, float("-inf")), axis=0), 0.0)
-    found, scale, minimum = _quantized(x, low[None, :], high[None, :], dtype, BITS, MODE, TOP)
+    found, scale, minimum = _quantized(x, low[None, :], high[None, :], dtype, BITS, MODE, TOP, INVERT)
     first = tl.load(at + owner)
     byte = tl.arange(0, D * BITS // 8)
     c_at = codes + batch * c_batch + head * c_head + (first + i)[:, None] * c_row + byte[None, :]
@@ -206,7 +225,12 @@ def encode(rows: Tensor, into: Codes, at: Tensor) -> None:
         raise KVFoundryError("scales and minima must be laid out alike, with a dense last dimension like the codes.")
     common = (rows, into.codes, into.scale, minima, at, heads)
     strides = (*rows.stride()[:3], *into.codes.stride()[:3], *into.scale.stride()[:3])
-    terms = {"BITS": into.bits, "MODE": _MODES[into.mode], "TOP": torch.finfo(rows.dtype).max}
+    terms = {
+        "BITS": into.bits,
+        "MODE": _MODES[into.mode],
+        "TOP": torch.finfo(rows.dtype).max,
+        "INVERT": rows.device.type == "cuda",
+    }
     width = next_power(into.group, 8)
     if into.along == "tokens":
         if number % into.group:

@@ -1,7 +1,7 @@
-"""Page selection in Triton: scores by two small matrix products, then a radix select in one program per head.
+"""Page selection in Triton: scores by two small matrix products, then a selection in one program per head.
 
-The select needs no sort: four histograms of eight bits each find the score of the last page that is taken, and a
-running sum of the pages above it (and of the first ones equal to it) gives every page its place in the ascending table.
+That needs no sort: all scores of a head lie in registers, 32 counts find the score of the last page that is taken, and
+a running sum of the pages above it (and of the first ones equal to it) gives every page its place in the table.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from kvfoundry.errors import KVFoundryError
 from kvfoundry.kernels.page_selection.naive import Group
 from kvfoundry.kernels.triton_support import check_device, dot_precision, next_power, tl, triton
 
-# Pages that are ranked at once.
-_BLOCK = 2048
+# Pages that a warp ranks.
+_PAGES_OF_WARP = 256
 _REDUCTIONS = {"max": 0, "mean": 1, "sum": 2}
 
 
@@ -74,14 +74,6 @@ def _score(
 
 
 @triton.jit
-def _keys(scores, p, count):
-    """Order-preserving integers of scores: the larger score has the larger key, and -0 is 0."""
-    score = tl.load(scores + p, mask=p < count, other=float("-inf"))
-    bits = (score + 0.0).to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-
-
-@triton.jit
 def _select(
     scores,
     lengths,
@@ -96,7 +88,6 @@ def _select(
     owner = tl.program_id(0)
     count = tl.cdiv(tl.load(lengths + owner), PAGE)
     taken = tl.minimum(count, BUDGET)
-    own = scores + owner.to(tl.int64) * room
     target = table + owner.to(tl.int64) * BUDGET
     w = tl.arange(0, WIDTH)
     tl.store(target + w, tl.full([WIDTH], -1, tl.int32), mask=(w >= taken) & (w < BUDGET))
@@ -104,38 +95,26 @@ def _select(
     if taken == 0:
         return
 
-    # the key of the last page that is taken, eight bits at a time, and how many of its equals are still wanted
-    wanted = taken
-    prefix = tl.zeros([], tl.uint32)
-    bins = tl.arange(0, 256)
-    for step in tl.static_range(4):
-        shift = 24 - 8 * step
-        histogram = tl.zeros([256], tl.int32)
-        for begin in range(0, count, BLOCK):
-            p = begin + tl.arange(0, BLOCK)
-            key = _keys(own, p, count)
-            alive = p < count
-            if step > 0:
-                alive = alive & ((key >> (shift + 8)) == (prefix >> (shift + 8)))
-            histogram += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=alive)
-        above = tl.sum(histogram, axis=0) - tl.cumsum(histogram, axis=0)  # pages in higher bins
-        inside = (above < wanted) & (above + histogram >= wanted)
-        chosen = tl.max(tl.where(inside, bins, 0), axis=0)
-        wanted -= tl.sum(tl.where(bins == chosen, above, 0), axis=0)
-        prefix |= chosen.to(tl.uint32) << shift
-    placed = 0
-    equals = 0
-    for begin in range(0, count, BLOCK):
-        p = begin + tl.arange(0, BLOCK)
-        key = _keys(own, p, count)
-        there = p < count
-        equal = (there & (key == prefix)).to(tl.int32)
-        first = equals + tl.cumsum(equal, axis=0) <= wanted
-        keep = there & ((key > prefix) | ((equal == 1) & first))
-        place = placed + tl.cumsum(keep.to(tl.int32), axis=0) - 1
-        tl.store(target + place, p, mask=keep)
-        placed += tl.sum(keep.to(tl.int32), axis=0)
-        equals += tl.sum(equal, axis=0)
+    p = tl.arange(0, BLOCK)
+    there = p < count
+    score = tl.load(scores + owner.to(tl.int64) * room + p, mask=there, other=float("-inf"))
+    # integers in the order of the scores, -0 taken for 0; a page that is not there has the least of all
+    bits = (score + 0.0).to(tl.uint32, bitcast=True)
+    key = tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    key = tl.where(there, key, tl.zeros_like(key))
+    # the key of the last page that is taken, bit by bit
+    last = tl.zeros([], tl.uint32)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in range(32):
+        higher = last | bit
+        bit = bit >> 1
+        last = tl.where(tl.sum((key >= higher).to(tl.int32), axis=0) >= taken, higher, last)
+    wanted = taken - tl.sum((key > last).to(tl.int32), axis=0)
+    equal = (there & (key == last)).to(tl.int32)
+    first = tl.cumsum(equal, axis=0) <= wanted
+    keep = there & ((key > last) | ((equal == 1) & first))
+    place = tl.cumsum(keep.to(tl.int32), axis=0) - 1
+    tl.store(target + place, p, mask=keep)
 
 
 @triton.jit
@@ -236,15 +215,13 @@ def page_scores(
     return scores
 
 
-def best_pages(
-    scores: Tensor, lengths: Tensor, *, page: int, budget: int, most_at_once: int = _BLOCK
-) -> tuple[Tensor, Tensor]:
+def best_pages(scores: Tensor, lengths: Tensor, *, page: int, budget: int) -> tuple[Tensor, Tensor]:
     """As `naive.best_pages`; scores contiguous float32 without NaN."""
     batch, heads, room = scores.shape
     check_device(scores, lengths)
     table = torch.empty(batch, heads, budget, dtype=torch.int32, device=scores.device)
     counts = torch.empty(batch, heads, dtype=torch.int32, device=scores.device)
-    block = min(next_power(room, 16), most_at_once)
+    block = next_power(room, 16)
     _select[(batch * heads,)](
         scores,
         lengths,
@@ -255,7 +232,7 @@ def best_pages(
         BUDGET=budget,
         WIDTH=next_power(budget),
         BLOCK=block,
-        num_warps=8,
+        num_warps=min(32, max(4, block // _PAGES_OF_WARP)),
     )
     return table, counts
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfoundry.errors import KVFoundryError
+from kvfoundry.kernels.attention.span import Span
 from kvfoundry.kernels.prefill_attention.naive import Attended
 from kvfoundry.kernels.splitting import online, soften
 from kvfoundry.kernels.triton_support import Tuning, check_device, dot_precision, next_power, tl, triton
@@ -96,6 +97,7 @@ def _forward(
     value,
     q_positions,
     k_positions,
+    reach,
     sinks,
     output,
     lse,
@@ -127,13 +129,15 @@ def _forward(
     QUERY_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     POSITIONS: tl.constexpr,
+    REACH: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     # the last queries see most: they start first
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERY_BLOCK
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    first = number * QUERY_BLOCK
     batch = (tl.program_id(1) // query_heads).to(tl.int64)
     query_head = (tl.program_id(1) % query_heads).to(tl.int64)
     head = query_head // GROUP
@@ -166,33 +170,37 @@ def _forward(
             whole = start
         else:
             whole = (distance + first + 1) // BLOCK * BLOCK
-            acc, peak, total = _forward_range(
-                acc,
-                peak,
-                total,
-                q,
-                k_base,
-                v_base,
-                kp_base,
-                own,
-                0,
-                whole,
-                rows,
-                scaling,
-                softcap,
-                k_row,
-                v_row,
-                False,
-                BLOCK,
-                KEY_DIM,
-                VALUE_DIM,
-                DK,
-                DV,
-                POSITIONS,
-                WINDOW,
-                SOFTCAP,
-                PRECISION,
-            )
+    if REACH:
+        whole = tl.load(reach + 2 * number)
+        stop = tl.load(reach + 2 * number + 1)
+    if REACH or (not POSITIONS and WINDOW == 0):
+        acc, peak, total = _forward_range(
+            acc,
+            peak,
+            total,
+            q,
+            k_base,
+            v_base,
+            kp_base,
+            own,
+            0,
+            whole,
+            rows,
+            scaling,
+            softcap,
+            k_row,
+            v_row,
+            False,
+            BLOCK,
+            KEY_DIM,
+            VALUE_DIM,
+            DK,
+            DV,
+            POSITIONS,
+            WINDOW,
+            SOFTCAP,
+            PRECISION,
+        )
     acc, peak, total = _forward_range(
         acc,
         peak,
@@ -272,9 +280,13 @@ def _columns_range(
     # rows first: sums over the queries stay within a few lanes
     for begin in range(start, stop, QUERY_BLOCK):
         i = begin + tl.arange(0, QUERY_BLOCK)
-        inside = (i < queries)[None, :] & (dk < KEY_DIM)[:, None]
-        q = tl.load(q_base + i[None, :] * q_row + dk[:, None], mask=inside, other=0.0)
-        high = tl.load(lse + i, mask=i < queries, other=float("inf"))
+        if MASKED:
+            inside = (i < queries)[None, :] & (dk < KEY_DIM)[:, None]
+            q = tl.load(q_base + i[None, :] * q_row + dk[:, None], mask=inside, other=0.0)
+            high = tl.load(lse + i, mask=i < queries, other=float("inf"))
+        else:
+            q = tl.load(q_base + i[None, :] * q_row + dk[:, None], mask=(dk < KEY_DIM)[:, None], other=0.0)
+            high = tl.load(lse + i)
         logits = soften(tl.dot(k, q, input_precision=PRECISION), scaling, softcap, SOFTCAP)
         weights = tl.exp2(logits - high[None, :])
         if MASKED:
@@ -504,23 +516,30 @@ def forward(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     window: int | None = None,
+    span: Span | None = None,
     tuning: Tuning = FORWARD,
     query_block: int = QUERY_BLOCK,
 ) -> tuple[Tensor, Tensor]:
     """The first pass alone: output, and the base-2 log-sum-exp [batch, query_heads, queries] of every query (inf where
-    it sees nothing), the sink's logit included."""
+    it sees nothing), the sink's logit included.
+
+    span: with positions and no window, where row p is that of position p: what the queries can see, so that tiles
+    behind it are left out and those in front of it read without a mask.
+    """
     _check(query, key, value, query_positions, key_positions)
     batch, query_heads, queries, key_dim = query.shape
     heads, rows, value_dim = key.shape[1], key.shape[2], value.shape[3]
     output = query.new_empty(batch, query_heads, queries, value_dim)
     lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device)
     block = next_power(min(query_block, queries), 16)
+    reach = None if span is None else span.reach(block, tuning.block, rows, query.device)
     _forward[(triton.cdiv(queries, block), batch * query_heads)](
         query,
         key,
         value,
         lse if query_positions is None else query_positions,
         lse if key_positions is None else key_positions,
+        lse if reach is None else reach,
         lse if sinks is None else sinks,
         output,
         lse,
@@ -542,6 +561,7 @@ def forward(
         QUERY_BLOCK=block,
         BLOCK=tuning.block,
         POSITIONS=query_positions is not None,
+        REACH=reach is not None,
         WINDOW=window or 0,
         SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,

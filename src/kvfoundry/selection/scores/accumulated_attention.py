@@ -24,6 +24,10 @@ class AccumulatedAttention(Score):
     def accumulates(self) -> bool:
         return True
 
+    @property
+    def sums_columns(self) -> bool:
+        return True
+
     def observe(self, evidence: Evidence) -> Columns:
         rows = evidence.rows
         if evidence.granularity == "kv_head" and evidence.group != "max":

@@ -27,6 +27,11 @@ class Score(ABC):
         return False
 
     @property
+    def sums_columns(self) -> bool:
+        """True when it asks for `evidence.column_sums` of whole prompts: attention then keeps what that can use."""
+        return False
+
+    @property
     def needs_rope(self) -> bool:
         """True when the score rotates keys or queries itself: `evidence.rope` is then the layer's embedding."""
         return False

@@ -47,6 +47,10 @@ class HistorySum(Score):
     def accumulates(self) -> bool:
         return True
 
+    @property
+    def sums_columns(self) -> bool:
+        return self.history is None
+
     def observe(self, evidence: Evidence) -> Columns:
         evidence = _latest(evidence, self.history)
         batch, _, count = evidence.column_sums.shape
