@@ -192,7 +192,7 @@ def tables(told: dict[str, Any]) -> str:
         ]
         for row in own:
             loss, kl, full = row["f1_loss_interval"], row["kl_interval"], row["arm"] == FULL
-            time = "" if full else f"{row.get('share_of_full_median', 0):.2f}"
+            time = f"{row['share_of_full_median']:.2f}" if "share_of_full_median" in row else ""
             lines.append(
                 f"| {FULL if full else '`' + row['arm'] + '`'} | {'' if full else format(row['found'], '.0%')} | "
                 f"{row['f1']:.1f} | {row['f1_loss']:.1f} ({loss[0]:.1f} to {loss[1]:.1f}) | "
