@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import math
 import os
 import re
 import signal
@@ -10,17 +12,26 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from chunks.redis_server import free_port
+import pytest
+from chunks.redis_server import free_port, redis_is_here
 
 from kvfoundry.integrations.vllm.serving import Serving
 from kvfoundry.integrations.vllm.settings import connector_settings
 
+# For modules whose tests start servers.
+needs_vllm = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; make test-vllm"),
+    pytest.mark.skipif(not redis_is_here(), reason="redis-server is not installed"),
+]
 # A server that is not up after so many seconds has failed.
-_START = 240
+_START = 600
 
 
 @dataclass(frozen=True)
@@ -71,14 +82,18 @@ class Server:
     def address(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def ask(self, prompt: str | list[int], tokens: int = 16, **more: Any) -> Answer:
-        """One greedy completion through the openai client, as a stream."""
+    @cached_property
+    def client(self) -> Any:
+        """One openai client, for any number of threads."""
         import openai
 
-        client = openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", timeout=120, max_retries=0)
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", timeout=600, max_retries=0)
+
+    def ask(self, prompt: str | list[int], tokens: int = 16, logprobs: int | None = 20, **more: Any) -> Answer:
+        """One greedy completion through the openai client, as a stream. logprobs: how many of the first token's."""
         began, first, text, usage, top = time.perf_counter(), 0.0, "", None, {}
-        stream = client.completions.create(
-            model="model", prompt=prompt, max_tokens=tokens, temperature=0, stream=True, logprobs=20,
+        stream = self.client.completions.create(
+            model="model", prompt=prompt, max_tokens=tokens, temperature=0, stream=True, logprobs=logprobs,
             stream_options={"include_usage": True}, extra_body=more or None,
         )  # fmt: skip
         for part in stream:
@@ -93,28 +108,31 @@ class Server:
 
     def send(self, request: dict[str, Any], tokens: int = 16) -> Any:
         """A request as `kvfoundry.integrations.vllm.client` makes them; what the openai client gives back."""
-        import openai
-
-        client = openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", timeout=120, max_retries=0)
-        return client.completions.create(**{"model": "model", "max_tokens": tokens, "temperature": 0, **request})
+        return self.client.completions.create(**{"model": "model", "max_tokens": tokens, "temperature": 0, **request})
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a counter of ours over its label values."""
+        return self.counter(f"kvfoundry_{name}_total", **labels)
+
+    def counter(self, name: str, **labels: str) -> float:
+        """The sum of any number on vLLM's metrics page over its label values."""
         with urllib.request.urlopen(f"{self.address}/metrics", timeout=10) as page:
             lines = page.read().decode().splitlines()
         found = 0.0
         for line in lines:
-            held = re.fullmatch(rf"kvfoundry_{name}_total\{{(.*)\}} (\S+)", line)
+            held = re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", line)
             if held and all(f'{key}="{value}"' in held[1] for key, value in labels.items()):
                 found += float(held[2])
         return found
 
     def lines(self) -> list[str]:
-        """What the connector said in vLLM's log."""
-        return [line for line in self.log.read_text().splitlines() if "kvfoundry: " in line]
+        """What the connector warned of in vLLM's log."""
+        return [line for line in self.log.read_text().splitlines() if " WARNING " in line and "kvfoundry: " in line]
 
     def stop(self, how: int = signal.SIGTERM) -> None:
-        """Gone, with its engine and workers; after a while by force."""
+        """Gone, with its engine and workers; after a while by force. Nothing where it is gone."""
+        if self._out.closed:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, how)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -124,3 +142,21 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
         self._out.close()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Until something has happened; an AssertionError when it has not in so many seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
+
+
+def divergence(wanted: dict[str, float], found: dict[str, float]) -> float:
+    """Kullback-Leibler divergence of the first token, over the likeliest tokens that both servers name."""
+    both = wanted.keys() & found.keys()
+    ours, theirs = (sum(math.exp(each[token]) for token in both) for each in (wanted, found))
+    return sum(
+        math.exp(wanted[token]) / ours * (wanted[token] - math.log(ours) - found[token] + math.log(theirs))
+        for token in both
+    )

@@ -5,65 +5,23 @@ Needs an environment with vLLM: `make test-vllm`. A few minutes.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import math
 import shutil
-import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
-from pathlib import Path
 
 import pytest
-from chunks.redis_server import Server as Redis
-from chunks.redis_server import redis_is_here
 
 from kvfoundry.chunks import ChunkStore
 from kvfoundry.integrations.vllm.client import document_request, reading_requests
+from kvfoundry.integrations.vllm.settings import connector_settings
 
+from .figures import keep
+from .load import measured_load
 from .prompts import QUESTIONS, document, prompt
-from .servers import Server
+from .servers import divergence, needs_vllm, wait_for
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; make test-vllm"),
-    pytest.mark.skipif(not redis_is_here(), reason="redis-server is not installed"),
-]
+pytestmark = needs_vllm
 SPAN = 256
-
-
-@pytest.fixture(scope="module")
-def model() -> Path:
-    import kvfoundry
-
-    return Path(kvfoundry.load("smollm2")[0].config._name_or_path)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("served")
-
-
-@pytest.fixture(scope="module")
-def redis(folder):
-    server = Redis(folder)
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def start(model, folder):
-    """Starts servers, at most a few at once, and stops what is left at the end."""
-    running: list[Server] = []
-
-    def begin(name: str, settings, *more: str, dtype: str = "float32") -> Server:
-        running.append(Server(model, folder / f"{name}.log", settings, *more, dtype=dtype))
-        return running[-1]
-
-    yield begin
-    for server in running:
-        server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +34,6 @@ def plain(start):
     return answers
 
 
-def wait_for(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.1)
-
-
 def entries(source: str) -> int:
     """What a store holds. vLLM hands counters on only with a step, so an idle server's stand still."""
     with ChunkStore(source, look=True) as store:
@@ -93,32 +44,26 @@ def whole_spans(tokens: int) -> int:
     return (tokens - 1) // SPAN * SPAN
 
 
-def divergence(wanted: dict[str, float], found: dict[str, float]) -> float:
-    """Kullback-Leibler divergence of the first token, over the likeliest tokens that both servers name."""
-    both = wanted.keys() & found.keys()
-    ours, theirs = (sum(math.exp(each[token]) for token in both) for each in (wanted, found))
-    return sum(
-        math.exp(wanted[token]) / ours * (wanted[token] - math.log(ours) - found[token] + math.log(theirs))
-        for token in both
-    )
-
-
 def test_what_one_server_read_another_loads(plain, start, redis, folder):
     shared, disk = f"redis://127.0.0.1:{redis.port}/0?timeout=20", f"disk:{folder / 'disk'}:4GiB"
     a = start("a", {"store": f"{disk},{shared}"})
-    b = start("b", {"store": f"host:1GiB,{shared}"})
+    other_disk = f"disk:{folder / 'other-disk'}:4GiB"
+    b = start("b", {"store": f"host:1GiB,{other_disk},{shared}"})
     miss = a.ask(prompt(QUESTIONS[0]))
     assert miss.text == plain[0].text and miss.cached == 0 and 2900 <= miss.prompt_tokens <= 3200
     spans = whole_spans(miss.prompt_tokens)
-    wait_for(lambda: entries(f"{disk},{shared}") >= spans / SPAN, 60)
+    wait_for(lambda: entries(f"{disk},{shared}") >= spans / SPAN)
 
     hit = b.ask(prompt(QUESTIONS[1]))
     assert hit.text == plain[1].text
     assert hit.cached == whole_spans(hit.prompt_tokens) == spans
     wait_for(lambda: b.metric("loaded_tokens") == hit.cached and b.metric("hits", tier="redis") == spans / SPAN)
     ratio = hit.first / min(miss.first, plain[0].first)
-    told = {"tokens": miss.prompt_tokens, "miss": miss.first, "plain": plain[0].first, "hit": hit.first, "ratio": ratio}
-    print(json.dumps(told | {"load": b.metric("load_seconds")}))
+    keep(
+        "first token, seconds",
+        tokens=miss.prompt_tokens, loaded=hit.cached, without_connector=plain[0].first, miss=miss.first, hit=hit.first,
+        hit_over_faster_miss=ratio, load=b.metric("load_seconds"),
+    )  # fmt: skip
     assert ratio <= 0.35
 
     # Redis is gone: B has a copy in memory, and what is new is computed, with one bounded wait.
@@ -128,15 +73,18 @@ def test_what_one_server_read_another_loads(plain, start, redis, folder):
     computed = a.ask(prompt(QUESTIONS[0], seed=1))
     assert computed.text == plain[-1].text and computed.cached == 0
     assert computed.first < plain[0].first * 2 + 10
+    keep("first token with Redis stopped, seconds", held_in_memory=kept.first, computed=computed.first)
     b.stop()
     a.stop()
 
-    # Both are gone: a server that starts without Redis goes on from the disk, and says what is away.
-    again = start("again", {"store": f"{disk},{shared}"})
-    assert any("a tier is away" in line for line in again.lines())
-    from_disk = again.ask(prompt(QUESTIONS[3]))
-    assert from_disk.text == plain[3].text and from_disk.cached == spans
-    wait_for(lambda: again.metric("hits", tier="disk") == spans / SPAN)
+    # Both were restarted, without Redis: each goes on from its disk, and says what is away.
+    again, other = start("again", {"store": f"{disk},{shared}"}), start("b-again", {"store": f"{other_disk},{shared}"})
+    for number, server in ((3, again), (5, other)):
+        assert any("a tier is away" in line for line in server.lines())
+        from_disk = server.ask(prompt(QUESTIONS[number]))
+        assert from_disk.text == plain[number].text and from_disk.cached == spans
+        wait_for(lambda server=server: server.metric("hits", tier="disk") == spans / SPAN)
+    other.stop()
 
     # Entries that are damaged: one line, the same text, and whole again afterwards.
     for file in (folder / "disk").rglob("*.safetensors"):
@@ -145,23 +93,28 @@ def test_what_one_server_read_another_loads(plain, start, redis, folder):
         file.write_bytes(bytes(data))
     assert again.ask(prompt(QUESTIONS[4])).text == plain[4].text
     assert any("were not loaded and are computed" in line for line in again.lines())
-    wait_for(lambda: entries(disk) >= spans / SPAN, 60)
+    wait_for(lambda: entries(disk) >= spans / SPAN)
     whole = again.ask(prompt(QUESTIONS[4]))
     assert whole.text == plain[4].text and whole.cached == spans
     again.stop()
 
 
-@pytest.mark.parametrize("changed", ["dtype", "rope"])
-def test_another_model_misses(plain, start, folder, changed):
+@pytest.mark.parametrize("changed", ["dtype", "rope", "weights"])
+def test_another_model_misses(plain, start, folder, model, changed):
     """The folder that the test before filled, under a server that computes other rows."""
-    more = (
-        []
-        if changed == "dtype"
-        else ["--hf-overrides", json.dumps({"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}})]
-    )
-    copy = folder / f"disk-{changed}"
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
+    more = ["--hf-overrides", json.dumps(rope)] if changed == "rope" else []
+    copy, served = folder / f"disk-{changed}", model
     shutil.copytree(folder / "disk", copy)
-    other = start(changed, {"store": f"disk:{copy}:4GiB"}, *more, dtype="bfloat16" if changed == "dtype" else "float32")
+    if changed == "weights":
+        served = folder / "other-model"
+        shutil.copytree(model, served)
+        (file,) = served.glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-2] ^= 1  # one bit of one weight
+        file.write_bytes(bytes(data))
+    dtype = "bfloat16" if changed == "dtype" else "float32"
+    other = start(changed, {"store": f"disk:{copy}:4GiB"}, *more, dtype=dtype, other=served)
     assert other.ask(prompt(QUESTIONS[0])).cached == 0
     wait_for(lambda: other.metric("absent_tokens") > 0)
     assert other.metric("found_tokens") == 0
@@ -172,30 +125,36 @@ def test_codes_in_half_the_bytes(plain, start, folder):
     coded = start("int8", {"store": f"host:1GiB,disk:{folder / 'int8'}:4GiB", "method": "int8"})
     first = coded.ask(prompt(QUESTIONS[0]))
     spans = whole_spans(first.prompt_tokens)
-    wait_for(lambda: entries(f"disk:{folder / 'int8'}") >= spans / SPAN, 60)
+    wait_for(lambda: entries(f"disk:{folder / 'int8'}") >= spans / SPAN)
     answers = [coded.ask(prompt(question)) for question in QUESTIONS]
     assert all(answer.cached == spans for answer in answers)
     same = sum(answer.text == wanted.text for answer, wanted in zip(answers, plain, strict=False))
     whole = 2 * 30 * 3 * 64 * 4 * spans  # float32 rows of this model
     share = coded.metric("written_bytes", tier="disk") / whole
     apart = [divergence(wanted.logprobs, answer.logprobs) for answer, wanted in zip(answers, plain, strict=False)]
-    print(json.dumps({"same": same, "share of float32": share, "KL": sum(apart) / len(apart), "worst KL": max(apart)}))
+    keep(
+        "int8",
+        same_texts=same, of=len(answers), share_of_float32_bytes=share, kl_mean=sum(apart) / len(apart),
+        kl_worst=max(apart), kl_of="the first token, over the 20 likeliest that vLLM names",
+    )  # fmt: skip
     assert same >= 9 and share <= 0.55 and max(apart) < 0.05
     coded.stop()
 
 
-def test_documents_in_every_order(start, folder, model):
+@pytest.mark.parametrize("repair", ["none", "blend(ratio=0.15, select=query_aware)"])
+def test_documents_in_every_order(start, folder, model, repair):
     """Each is read once behind the head; any order of them is then found whole, and said to be approximate."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     documents = [document(seed, 6) for seed in range(4)]
     head = "Answer the question from the reports.\n\n"
-    settings = {"store": f"disk:{folder / 'documents'}:4GiB", "documents": "approximate"}
-    server = start("documents", settings, "--enable-prefix-caching")
+    disk = folder / f"documents-{repair[:5]}"
+    settings = {"store": f"disk:{disk}:4GiB", "documents": "approximate", "repair": repair}
+    server = start(disk.name, settings, "--enable-prefix-caching")
     for request in reading_requests(tokenizer, documents, head=head):
         server.send(request)
-    wait_for(lambda: len(list((folder / "documents").rglob("*.safetensors"))) == 5)  # the head, and four documents
+    wait_for(lambda: len(list(disk.rglob("*.safetensors"))) == 5)  # the head, and four documents
     moved = 0
     for order in permutations(range(4)):
         made = document_request(tokenizer, [documents[i] for i in order], "Question: When?\nAnswer:", head=head)
@@ -203,12 +162,15 @@ def test_documents_in_every_order(start, folder, model):
         answer = server.send(made)
         assert answer.usage.prompt_tokens_details.cached_tokens >= marks[-1][1] // 128 * 128, order
         told = (answer.model_dump().get("kv_transfer_params") or {}).get("kvfoundry", {})
-        moved += told.get("approximate_tokens", 0)
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+        inexact = sum(max(0, min(stop, cached) - begin) for begin, stop in marks[1:])
+        assert told == {"approximate_tokens": inexact, "repair": connector_settings(settings).repair}
+        moved += inexact
         ordinary = server.send({"prompt": made["prompt"]}, 1)
         assert not (ordinary.model_dump().get("kv_transfer_params") or {}), "an ordinary request is read as it is"
-    assert moved > 0
+    assert moved > 0 and (server.metric("recomputed_tokens") > 0) == (repair != "none")
     exact = server.send({"prompt": made["prompt"]})
-    print(json.dumps({"approximate": answer.choices[0].text, "exact": exact.choices[0].text}))
+    keep(f"documents, repair {repair}", approximate=answer.choices[0].text, exact=exact.choices[0].text)
     wrong = {**made["extra_body"]["kv_transfer_params"], "documents": [[0, 9999]]}
     refused = server.send(
         {"prompt": made["prompt"], "extra_body": {"kv_transfer_params": wrong, "cache_salt": "other"}}
@@ -218,19 +180,16 @@ def test_documents_in_every_order(start, folder, model):
     server.stop()
 
 
-def test_many_clients_and_a_server_that_is_killed(start, folder):
-    """Prompts over few documents from several clients; killed in the middle, a new server goes on from the disk."""
-    settings = {"store": f"host:1GiB,disk:{folder / 'load'}:4GiB"}
-    asked = [prompt(QUESTIONS[i % 10], seed=i % 5, sentences=24) for i in range(40)]
-    server = start("load", settings, "--max-num-seqs", "8")
-    with ThreadPoolExecutor(8) as clients:
-        first = list(clients.map(server.ask, asked))
-    wait_for(lambda: entries(f"disk:{folder / 'load'}") >= 5 * whole_spans(first[0].prompt_tokens) / SPAN, 60)
-    server.stop(signal.SIGKILL)
-    server = start("load2", settings, "--max-num-seqs", "8")
-    with ThreadPoolExecutor(8) as clients:
-        second = list(clients.map(server.ask, asked))
-    assert [answer.text for answer in second] == [answer.text for answer in first]
-    assert all(answer.cached == whole_spans(answer.prompt_tokens) for answer in second), "every document was on disk"
-    wait_for(lambda: server.metric("loaded_tokens") == sum(answer.cached for answer in second))
-    server.stop()
+def test_many_clients_and_a_server_that_is_killed(start, folder, model):
+    """60 requests of 8 clients over 8 documents; killed in the middle, a new server goes on from the disk.
+
+    The whole load is `benchmarks/vllm_load.py`.
+    """
+    from transformers import AutoTokenizer
+
+    told = measured_load(start, folder, AutoTokenizer.from_pretrained(model), requests=60, documents=8)
+    keep("many clients", **told)
+    for load in told.values():
+        assert load["wrong_texts"] == load["out_of_bounds"] == 0
+        assert load["hit_rate_sure"] > 0.3
+    assert told["undisturbed"]["broken"] == 0 < told["killed once"]["broken"]

@@ -24,6 +24,9 @@ def vllm_config(
     documents: Annotated[
         str, typer.Option("--documents", help="off, or approximate: marked documents are reused at any place.")
     ] = "off",
+    repair: Annotated[
+        str, typer.Option("--repair", help="none, or a blend such as 'blend(ratio=0.15, select=query_aware)'.")
+    ] = "none",
     windows: Annotated[bool, typer.Option("--windows", help="The model has sliding-window layers.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -32,5 +35,5 @@ def vllm_config(
     from kvfoundry.integrations.vllm.settings import connector_settings
 
     given = {"store": store, "method": method, "span": span, "namespace": namespace, "load": load}
-    serving = Serving(model, connector_settings(given | {"documents": documents}), windows)
+    serving = Serving(model, connector_settings(given | {"documents": documents, "repair": repair}), windows)
     typer.echo(json.dumps(serving.transfer_config, indent=1) if as_json else serving.command)

@@ -38,12 +38,14 @@ def output(scheduled: dict[str, int], new: list[Any] = (), cached: list[Any] = (
     )
 
 
-def layers(blocks: int = 40, slots: int = 16, count: int = 3, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+def layers(
+    blocks: int = 40, slots: int = 16, count: int = 3, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> dict[str, Any]:
     """Caches as a GPU back end has them, tokens in front of heads in memory."""
     content = SHAPE.key_dim + SHAPE.value_dim
     made = {}
     for number in range(count):
-        memory = torch.zeros(blocks, slots, SHAPE.heads, content, dtype=dtype)
+        memory = torch.zeros(blocks, slots, SHAPE.heads, content, dtype=dtype, device=device)
         made[f"layer.{number}"] = PlainBlocks(memory.transpose(1, 2), SHAPE)
     return made
 

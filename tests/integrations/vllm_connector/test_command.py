@@ -10,6 +10,8 @@ from kvfoundry.cli import main
 from kvfoundry.integrations.vllm import CONNECTOR, MODULE_PATH
 from kvfoundry.integrations.vllm.settings import connector_settings
 
+from .test_worker import saved
+
 
 def test_the_command_holds_what_the_connector_reads(capsys):
     assert main(["vllm-config", "host:1GiB,redis://cache:6379/0", "--model", "m", "--method", "kivi(bits=4)"]) == 0
@@ -44,6 +46,9 @@ def test_window_layers_need_whole_blocks(capsys):
         (["host:1GiB", "--method", "int9"], "int8"),
         (["host:1GiB", "--load", "later"], "'ahead' or 'layers'"),
         (["host:1GiB", "--span", "3"], "16"),
+        (["host:1GiB", "--repair", "blend(ratio=0.15)"], "set documents to approximate too"),
+        (["host:1GiB", "--documents", "approximate", "--repair", "blend(ratio=2)"], "ratio"),
+        (["host:1GiB", "--documents", "approximate", "--repair", "all"], "blend("),
     ],
 )
 def test_bad_input_is_one_line(capsys, arguments, says):
@@ -54,3 +59,11 @@ def test_bad_input_is_one_line(capsys, arguments, says):
 
 def test_nothing_of_it_imports_vllm():
     assert "vllm" not in sys.modules
+
+
+def test_the_store_s_commands_read_what_servers_wrote(tmp_path, capsys):
+    saved(f"disk:{tmp_path}:1GiB", method="int8", namespace="tenant")
+    shown = {"stats": "3 entries, 192 tokens", "ls": "int8", "verify": "all 3 entries are sound"}
+    for command, line in shown.items():
+        assert main(["store", command, f"disk:{tmp_path}"]) == 0
+        assert line in capsys.readouterr().out

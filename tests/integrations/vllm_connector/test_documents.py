@@ -70,6 +70,13 @@ def test_off_by_default_and_never_mixed_with_exact_prefixes():
     assert marked([[10, 40]], caches=True, salt="documents")[0]
 
 
+def test_a_copy_of_the_model_has_no_adapters():
+    lines = []
+    asked = request("a", 100, kv_transfer_params={"documents": [[10, 40]]}, lora_request=SimpleNamespace())
+    assert Documents(True, False, lines.append, repairs=True).spans(asked) == [] and "adapter" in lines[0]
+    assert Documents(True, False, pytest.fail).spans(asked)
+
+
 def test_a_client_s_request_is_what_the_server_reads(tokenizer):
     made = document_request(tokenizer, ["w3 w4 w5", "w6 w7"], "w8 w9", head="w1 w2 ")
     body = made["extra_body"]
@@ -109,7 +116,7 @@ def test_documents_land_where_the_model_would_put_them(tmp_path, family):
         worker.store.put(span_key(identity, ids, span), chunk)
     worker.store.put(span_key(identity, head + two, Span(8, 48, 8)), alone)
     spans = (Span(0, 8, 0), Span(8, 48, 8), Span(48, 88, 8))
-    load = worker.loader.begin(Job("a", Tenant(), ids[:88], spans, (5, 4, 3, 2, 1), 0), by_layer=False)
+    load = worker.loader.begin(Job("a", Tenant(), torch.tensor(ids[:88]), spans, (5, 4, 3, 2, 1), 0), by_layer=False)
     load.done.wait(20)
     assert worker.loader.bad_blocks() == set()
     slots = torch.tensor([(5 - t // 16) * 16 + t % 16 for t in range(80)])

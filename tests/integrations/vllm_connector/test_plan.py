@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvfoundry.integrations.vllm.messages import Span, Tenant
+from kvfoundry.chunks import Identity
+from kvfoundry.integrations.vllm.messages import Prompt, Span, Tenant, span_key
 from kvfoundry.integrations.vllm.plan import Planner
 
 from .fakes import output, request
@@ -16,14 +17,14 @@ class Stored:
     def __init__(self, *stops: int):
         self.stops, self.asked = set(stops), 0
 
-    def __call__(self, tenant, token_ids, span) -> bool:
-        assert span.start < span.stop <= len(token_ids)
+    def __call__(self, prompt, span) -> bool:
+        assert span.start < span.stop <= len(prompt)
         self.asked += 1
         return span.stop in self.stops
 
 
 def planner(stored: Stored, clock=lambda: 0.0, marked=lambda _: None) -> Planner:
-    return Planner(SPAN, BLOCK, stored, lambda _: Tenant(), marked, clock)
+    return Planner(SPAN, BLOCK, stored, lambda _: Tenant(), marked, clock=clock)
 
 
 def blocks(tokens: int, first: int = 1) -> list[int]:
@@ -43,7 +44,10 @@ def test_a_new_prompt_is_saved_span_by_span_as_chunks_of_it_are_computed():
     assert spans(second.saves) == [(64, 128), (128, 192)]
     third = plan.step(output({"a": 100}, cached=[("a", blocks(300)[13:], 200, False)]))
     assert spans(third.saves) == [(192, 256)]
-    assert third.saves[0].blocks == tuple(blocks(256)) and third.saves[0].token_ids == asked.prompt_token_ids[:256]
+    assert (
+        third.saves[0].blocks == tuple(blocks(256))
+        and third.saves[0].token_ids.tolist() == asked.prompt_token_ids[:256]
+    )
     assert not plan.step(output({"a": 1}, cached=[("a", None, 300, False)])).saves
     plan.finished("a")
     assert len(plan) == 0
@@ -89,6 +93,16 @@ def test_a_waiting_request_is_looked_up_once_a_second():
     stored.stops.add(128)
     now[0] = 1.5
     assert plan.matched(asked, 0) == 128
+
+
+def test_keys_of_a_prompt_are_made_once():
+    """Every key names all tokens in front of it; a scheduler that made all anew would stand still."""
+    made = Prompt(Tenant(salt="x"), request("a", 300).prompt_token_ids)
+    models = [Identity({"format": "test", "namespace": "", "shard": str(part)}) for part in range(2)]
+    keys = made.keys(models, Span(64, 128, 64))
+    assert keys is made.keys(models, Span(64, 128, 64)) and keys[0].id != keys[1].id
+    again = span_key(Tenant(salt="x").identity(models[0]), request("a", 300).prompt_token_ids, Span(64, 128, 64))
+    assert keys[0].id == again.id and len(keys[0].context_ids) == 64
 
 
 def test_a_preempted_request_starts_over_in_other_blocks():
@@ -138,9 +152,40 @@ def test_documents_are_loaded_as_far_as_the_store_has_them_in_whole_blocks():
     (job,) = plan.step(output({})).loads
     assert job.spans == (HEAD, ONE, TWO) and len(job.token_ids) == 200 and len(job.blocks) == 12
     assert not plan.step(output({"a": 38}, new=[("a", blocks(230), 192)])).saves
-    assert plan.finished("a") == 90, "tokens that were read elsewhere are told"
+    assert plan.finished("a") == 82, "tokens that were read elsewhere are told, as far as blocks are whole"
     part, asked = planner(Stored(20, 200), marked=lambda _: [HEAD, ONE, TWO]), request("a", 230)
     assert part.matched(asked, 0) == 16, "what stands behind a gap is of no use to vLLM"
+
+
+def test_a_repair_gets_all_documents_and_what_is_asked():
+    asked = request("a", 230)
+    plan = Planner(SPAN, BLOCK, Stored(20, 110, 200), lambda _: Tenant(), lambda _: [HEAD, ONE, TWO], repairs=True)
+    assert plan.matched(asked, 128) == 64
+    plan.allocated(asked, blocks(230), 64)
+    (job,) = plan.step(output({})).loads
+    assert job.spans == (HEAD, ONE, TWO) and job.first == 128 and job.moves
+    assert list(job.following) == asked.prompt_token_ids[200:]
+
+
+def test_what_was_loaded_in_front_of_a_gap_is_still_told():
+    three = Span(200, 280, 20)
+    plan, asked = planner(Stored(20, 110, 200, 280), marked=lambda _: [HEAD, ONE, TWO, three]), request("a", 300)
+    plan.allocated(asked, blocks(300), plan.matched(asked, 0))
+    plan.step(output({}))
+    plan.step(output({"a": 28}, new=[("a", blocks(300), 272)]))
+    plan.failed(blocks(300)[12:])  # from token 192 on
+    assert plan.finished("a") == 82
+
+
+def test_what_vllm_has_of_documents_is_told_too_and_what_is_computed_after_all_is_not():
+    plan, asked = planner(Stored(20, 110, 200), marked=lambda _: [HEAD, ONE, TWO]), request("a", 230)
+    assert plan.matched(asked, 192) == 0, "vLLM's own cache has all of it"
+    plan.step(output({"a": 38}, new=[("a", blocks(230), 192)]))
+    assert plan.finished("a") == 82
+    plan.matched(request("b", 230), 192)
+    plan.step(output({"b": 38}, new=[("b", blocks(230), 192)]))
+    plan.step(output({"b": 230}, cached=[("b", blocks(230, 50), 0, True)]))  # preempted, and nothing is left of it
+    assert plan.finished("b") == 0
 
 
 def test_only_what_stands_directly_behind_the_head_is_saved():

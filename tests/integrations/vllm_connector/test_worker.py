@@ -15,7 +15,7 @@ from .fakes import fill, layers, request
 SPAN, BLOCK = 64, 16
 IDENTITY = Identity({"format": "test", "namespace": "", "method": "fullkv", "dtype": "bfloat16"})
 NOBODY = Tenant()
-TOKENS = request("a", 200).prompt_token_ids
+TOKENS = torch.tensor(request("a", 200).prompt_token_ids)
 
 
 class Lines(list):

@@ -25,17 +25,22 @@ CPU_BACKEND = "CPU_ATTN"
 _BASE = 128
 
 
+def check_cache(cache: Tensor, shape: LayerShape) -> None:
+    """UnsupportedModelError unless a cache holds rows of this shape as plain numbers."""
+    content = shape.key_dim + shape.value_dim
+    if cache.dim() != 4 or cache.shape[1] != shape.heads or cache.shape[3] != content:
+        raise UnsupportedModelError(
+            f"a cache of shape {list(cache.shape)} does not hold {shape.heads} heads of {content} numbers a token."
+        )
+    if not cache.dtype.is_floating_point or cache.dtype.itemsize < 2:
+        raise UnsupportedModelError(f"a cache in {cache.dtype} is not served; use --kv-cache-dtype auto.")
+
+
 class LayerBlocks(ABC):
     """The cache of one layer: [blocks, heads, slots, content]. Slot numbers count through all blocks."""
 
     def __init__(self, cache: Tensor, shape: LayerShape):
-        content = shape.key_dim + shape.value_dim
-        if cache.dim() != 4 or cache.shape[1] != shape.heads or cache.shape[3] != content:
-            raise UnsupportedModelError(
-                f"a cache of shape {list(cache.shape)} does not hold {shape.heads} heads of {content} numbers a token."
-            )
-        if not cache.dtype.is_floating_point or cache.dtype.itemsize < 2:
-            raise UnsupportedModelError(f"a cache in {cache.dtype} is not served; use --kv-cache-dtype auto.")
+        check_cache(cache, shape)
         self.cache, self.shape, self.slots = cache, shape, cache.shape[2]
 
     def _place(self, slots: Tensor) -> tuple[Tensor, Tensor]:

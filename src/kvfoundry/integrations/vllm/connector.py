@@ -28,16 +28,19 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from kvfoundry.chunks import ChunkStore, Identity
 from kvfoundry.chunks.search import asked
 from kvfoundry.errors import KVFoundryError, UnsupportedModelError
+from kvfoundry.integrations.vllm.blocks import LayerBlocks
 from kvfoundry.integrations.vllm.documents import Documents
 from kvfoundry.integrations.vllm.identity import served_identity, shard_name
-from kvfoundry.integrations.vllm.messages import Held, Span, Tenant, Work, WorkerCard, span_key
+from kvfoundry.integrations.vllm.messages import Held, Prompt, Span, Work, WorkerCard
 from kvfoundry.integrations.vllm.metrics import StoreMetrics, StoreNumbers
 from kvfoundry.integrations.vllm.moving import Mover
 from kvfoundry.integrations.vllm.opening import check_groups, check_parallel, opened_layers
 from kvfoundry.integrations.vllm.plan import Planner
+from kvfoundry.integrations.vllm.repair import Repairer
 from kvfoundry.integrations.vllm.settings import ConnectorSettings, connector_settings
 from kvfoundry.integrations.vllm.stats import Counts
 from kvfoundry.integrations.vllm.tenants import Tenants
+from kvfoundry.integrations.vllm.weights import checkpoint_folder
 from kvfoundry.integrations.vllm.worker import StoreWorker
 
 logger = init_logger("vllm.kvfoundry")
@@ -77,19 +80,13 @@ def say(line: str) -> None:
     logger.warning("kvfoundry: %s", line)
 
 
-def opened(config: Any) -> ChunkStore | None:
-    """The store; None, with a line in the log, when it cannot be opened."""
-    if config is None:
-        return None
-    try:
-        store = ChunkStore(config)
-    except KVFoundryError as error:
-        say(f"serving without the store: {error}")
-        return None
-    for tier in store.tiers:
-        if asked(tier, partial(tier.holds, _NOBODY), otherwise=True) and tier.counters.problems:
-            say(f"a tier is away, and requests are computed until it is back: {tier.counters.problems[-1]}")
-    return store
+def away(store: ChunkStore) -> list[str]:
+    """A line for every tier that does not answer."""
+    return [
+        f"a tier is away, and requests are computed until it is back: {tier.counters.problems[-1]}"
+        for tier in store.tiers
+        if asked(tier, partial(tier.holds, _NOBODY), otherwise=True) and tier.counters.problems
+    ]
 
 
 class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -108,15 +105,37 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
             self._shards: list[Identity] = []
             self._held: OrderedDict[str, None] = OrderedDict()
             self._tenants = Tenants(say)
-            self.store = opened(self.settings.shared_tiers) if not self.refusal else None
+            self._said: set[str] = set()
+            self.store = self._shared_store()
+            repairs = self.settings.blend is not None
             caching = bool(vllm_config.cache_config.enable_prefix_caching)
-            self._documents = Documents(self.settings.documents == "approximate", caching, say)
+            self._documents = Documents(self.settings.documents == "approximate", caching, say, repairs)
             self.planner = Planner(
-                self.settings.span, self.block_size, self._holds, self._tenants.of, self._documents.spans
+                self.settings.span,
+                self.block_size,
+                self._holds,
+                self._tenants.of,
+                self._documents.spans,
+                repairs,
             )
         else:
             self.worker: StoreWorker | None = None
             self._card = WorkerCard(refusal=self.refusal)
+
+    def _shared_store(self) -> ChunkStore | None:
+        """What the scheduler looks into; where it cannot be opened the workers' cards say so too."""
+        if self.refusal or self.settings.shared_tiers is None:
+            return None
+        try:
+            return ChunkStore(self.settings.shared_tiers)
+        except KVFoundryError as error:
+            self._once(f"serving without the store: {error}")
+            return None
+
+    def _once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            say(line)
 
     def _refusal(self) -> str:
         """Why this model cannot be served; empty when it can."""
@@ -133,39 +152,46 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if not self.refusal:
-            self._open_worker(kv_caches)
-        if self.refusal:
-            say(f"serving without the store: {self.refusal}")
+            try:
+                self._open_worker(kv_caches)
+            except KVFoundryError as error:
+                self._card = WorkerCard(refusal=str(error))
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._vllm_config
+        found = get_layers_from_vllm_config(config, AttentionLayerBase, list(kv_caches))
+        backends = {name: layer.get_attn_backend().get_name() for name, layer in found.items()}
+        layers = opened_layers(kv_caches, self._kv_cache_config, backends)
+        tensor, pipeline = get_tp_group(), get_pp_group()
+        shard = shard_name(tensor.rank_in_group, tensor.world_size, pipeline.rank_in_group, pipeline.world_size)
+        identity = served_identity(config, self.settings, shard)
+        store = ChunkStore(self.settings.tiers)
+        notes = away(store)
+        places: dict[str, Any] = {}
         try:
-            found = get_layers_from_vllm_config(config, AttentionLayerBase, list(kv_caches))
-            backends = {name: layer.get_attn_backend().get_name() for name, layer in found.items()}
-            layers = opened_layers(kv_caches, self._kv_cache_config, backends)
-            tensor, pipeline = get_tp_group(), get_pp_group()
-            shard = shard_name(tensor.rank_in_group, tensor.world_size, pipeline.rank_in_group, pipeline.world_size)
-            identity = served_identity(config, self.settings, shard)
-            mover = self._mover(pipeline.world_size) if self.settings.documents == "approximate" else None
+            places = self._places(layers, tensor.world_size, pipeline.world_size)
         except KVFoundryError as error:
-            self.refusal = str(error)
-            self._card = WorkerCard(refusal=self.refusal)
-            return
-        store = opened(self.settings.tiers)
-        if store is not None:
-            self.worker = StoreWorker(self.settings, store, identity, layers, self.block_size, say, mover)
-            self._card = WorkerCard(identity)
-            logger.info("kvfoundry: %d layers of %s behind %s", len(layers), shard, self.settings.store)
+            notes.append(f"documents are not served at other places: {error}")
+        self.worker = StoreWorker(self.settings, store, identity, layers, self.block_size, say, **places)
+        self._card = WorkerCard(identity, notes=tuple(notes))
+        logger.info("kvfoundry: %d layers of %s behind %s", len(layers), shard, self.settings.store)
 
-    def _mover(self, stages: int) -> Mover | None:
-        model = self._vllm_config.model_config
-        try:
-            if stages > 1:  # the first layer, by which moved keys are checked, is not there in every worker
-                raise UnsupportedModelError("its layers are spread over workers.")
-            return Mover.of(model.hf_text_config, model.dtype)
-        except KVFoundryError as error:
-            say(f"documents are not served at other places: {error}")
-            return None
+    def _places(self, layers: dict[str, LayerBlocks], parts: int, stages: int) -> dict[str, Any]:
+        """What puts documents at other places, by the worker's names for it; UnsupportedModelError where it cannot."""
+        if self.settings.documents == "off":
+            return {}
+        model, blend = self._vllm_config.model_config, self.settings.blend
+        if stages > 1:  # the first layer, by which moved keys are checked, is not there in every worker
+            raise UnsupportedModelError("its layers are spread over workers.")
+        if blend is None:
+            return {"mover": Mover.of(model.hf_text_config, model.dtype)}
+        if parts > 1:
+            raise UnsupportedModelError("its heads are spread over workers, and documents are repaired on one.")
+        if model.quantization is not None:
+            raise UnsupportedModelError("its weights are quantized, and documents are repaired on plain ones.")
+        folder = checkpoint_folder(model.model, model.revision, self._vllm_config.load_config.download_dir)
+        device = next(iter(layers.values())).cache.device
+        return {"repairer": Repairer.of(folder, model.hf_config, model.dtype, device, blend)}
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return Introduction(self._card)
@@ -203,6 +229,9 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         cards = [each.card for each in metadata.values()]
+        for card in cards:
+            for line in (*([f"serving without the store: {card.refusal}"] if card.refusal else ()), *card.notes):
+                self._once(line)
         self._shards = [card.identity for card in cards if card.identity is not None]
         if len(self._shards) < len(cards):
             self._shards = []  # rows of one worker alone are of no use
@@ -210,9 +239,9 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): each for rank, each in metadata.items()})
 
-    def _holds(self, tenant: Tenant, token_ids: list[int], span: Span) -> bool:
+    def _holds(self, prompt: Prompt, span: Span) -> bool:
         """Whether every worker's part of a span is somewhere."""
-        keys = [span_key(tenant.identity(shard), token_ids, span) for shard in self._shards]
+        keys = prompt.keys(self._shards, span)
         there = bool(keys) and all(
             key.id in self._held or (self.store is not None and self.store.contains(key)) for key in keys
         )
@@ -247,7 +276,8 @@ class KVFoundryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         moved = self.planner.finished(request.request_id)
-        return False, {"kvfoundry": {"approximate_tokens": moved}} if moved else None
+        told = {"approximate_tokens": moved, "repair": self.settings.repair}
+        return False, {"kvfoundry": told} if moved else None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

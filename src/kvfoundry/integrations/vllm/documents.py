@@ -2,9 +2,9 @@
 
 Token boundaries, one document behind the other; what stands in front of the first is the head, what follows the last is
 computed. A document is stored as it was read directly behind the head, and used at any place behind it with its keys
-moved there: without repair, so approximate wherever another document stands in between. Off unless the server says
-`documents: approximate` and the request marks its documents; and where vLLM caches prefixes itself the request needs a
-`cache_salt`, because others must not be served such rows as exact ones.
+moved there: approximate wherever another document stands in between, also when it is repaired (`repair.py`). Off unless
+the server says `documents: approximate` and the request marks its documents; and where vLLM caches prefixes itself the
+request needs a `cache_salt`, because others must not be served such rows as exact ones.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ DIGESTS = "document_digests"
 
 
 class Documents:
-    """serves: whether marks are obeyed. caches: whether vLLM keeps prefixes itself. say: takes a line for the log."""
+    """serves: whether marks are obeyed. caches: whether vLLM keeps prefixes itself. say: takes a line for the log.
 
-    def __init__(self, serves: bool, caches: bool, say: Callable[[str], None]):
-        self._serves, self._caches, self._say = serves, caches, say
+    repairs: whether a copy of the model computes tokens of them again; it has no adapters.
+    """
+
+    def __init__(self, serves: bool, caches: bool, say: Callable[[str], None], repairs: bool = False):
+        self._serves, self._caches, self._say, self._repairs = serves, caches, say, repairs
         self._said_off = False
 
     def spans(self, request: Any) -> list[Span] | None:
@@ -39,6 +42,8 @@ class Documents:
             self._said_off = True
             return None
         fault = self._fault(given, list(request.prompt_token_ids), request.cache_salt)
+        if not fault and self._repairs and request.lora_request is not None:
+            fault = "its documents cannot be repaired with an adapter"
         if fault:
             self._say(f"request {request.request_id} is computed in full: {fault}")
             return []

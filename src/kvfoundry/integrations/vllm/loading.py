@@ -19,6 +19,7 @@ from kvfoundry.integrations.vllm.blocks import LayerBlocks
 from kvfoundry.integrations.vllm.messages import Job, Span, span_key
 from kvfoundry.integrations.vllm.moving import Mover
 from kvfoundry.integrations.vllm.packing import Packing
+from kvfoundry.integrations.vllm.repair import Repairer
 from kvfoundry.integrations.vllm.stats import Counts
 
 # Entries of one request that are fetched while the one before them is put in its place.
@@ -51,9 +52,11 @@ class Loader:
         say: Callable[[str], None],
         workers: int = 2,
         mover: Mover | None = None,
+        repairer: Repairer | None = None,
     ):
         self.store, self.identity, self.packing, self.layers = store, identity, packing, layers
-        self.block_size, self.counts, self._say, self._mover = block_size, counts, say, mover
+        self.block_size, self.counts, self._say = block_size, counts, say
+        self._mover, self._repairer = mover, repairer
         self.device = next(iter(layers.values())).cache.device
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvfoundry-load")
         self._running: dict[str, Load] = {}
@@ -122,7 +125,12 @@ class Loader:
         began = time.perf_counter()
         try:
             with torch.inference_mode(), self._stream(ready):
-                self._by_layer(load) if load.waits else self._by_span(load)
+                if self._repairer is not None and load.job.moves:
+                    self._repaired(load, self._repairer)
+                elif load.waits:
+                    self._by_layer(load)
+                else:
+                    self._by_span(load)
         except KVFoundryError as error:
             self._fail(load, load.failed_from, str(error))
         except Exception as error:  # a thread that dies would leave its request waiting for ever
@@ -156,9 +164,32 @@ class Loader:
         for span, _ in chunks:
             self._count(load.job, span)
 
+    def _repaired(self, load: Load, repairer: Repairer) -> None:
+        """Documents at other places, blended; rows of all of them come at once."""
+        job = load.job
+        load.failed_from = job.first
+        found = list(self._chunks(load))
+        if not found or load.cancelled or found[-1][0].stop <= job.first:
+            return
+        behind = job.token_ids[found[-1][0].stop :].tolist()
+        repaired = repairer.repaired([chunk for _, chunk in found], [*behind, *job.following])
+        stop = min(found[-1][0].stop, len(job.blocks) * self.block_size)
+        slots = slot_numbers(job.blocks, self.block_size, job.first, stop).to(self.device)
+        for name, (keys, values) in zip(self.layers, repaired.rows, strict=True):
+            self.layers[name].write(slots, keys[:, job.first : stop], values[:, job.first : stop])
+            if load.waits:
+                load.events[name] = self._event()
+                load.waits[name].set()
+        self._complete()
+        self.counts.recomputed(repaired.recomputed)
+        for span, _ in found:
+            self._count(job, span)
+
     def _count(self, job: Job, span: Span) -> None:
         stop = min(span.stop, len(job.blocks) * self.block_size)
-        self.counts.loaded(stop - max(span.start, job.first), moved=span.moves)
+        tokens = stop - max(span.start, job.first)
+        if tokens > 0:  # a repair reads documents that vLLM has itself, and puts them nowhere
+            self.counts.loaded(tokens, moved=span.moves)
 
     def _chunks(self, load: Load) -> Iterator[tuple[Span, ChunkKV]]:
         """The entries in order, some fetched ahead; ends at the first that is not there, which is noted."""
@@ -181,7 +212,7 @@ class Loader:
                 with self._lock:
                     self._new.add(name)
             chunk = chunk if self.device.type == "cpu" else chunk.to(self.device, non_blocking=True)
-            if span.moves:
+            if span.moves and self._repairer is None:
                 if self._mover is None:
                     raise UnsupportedModelError("documents are not served at other places here.")
                 self._mover.check(chunk, self.packing.rows(chunk, 0)[0])

@@ -18,6 +18,7 @@ _COUNTERS = {
     "absent_tokens": ("absent_tokens", None, "tokens of those spans that it has not"),
     "loaded_tokens": ("loaded_tokens", None, "tokens whose rows were put into vLLM's blocks"),
     "moved_tokens": ("moved_tokens", None, "tokens among them that were read at another place: approximate"),
+    "recomputed_tokens": ("recomputed_tokens", None, "tokens of documents that the copy of the model computed again"),
     "loads": ("loads", None, "requests for which rows were loaded"),
     "load_seconds": ("load_seconds", None, "seconds that loads took, beside other work"),
     "saved_tokens": ("saved_tokens", None, "tokens whose rows were written to the store"),

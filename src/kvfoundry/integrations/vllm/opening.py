@@ -15,6 +15,7 @@ from kvfoundry.integrations.vllm.blocks import (
     Order,
     OrderedBlocks,
     PlainBlocks,
+    check_cache,
     found_order,
 )
 from kvfoundry.integrations.vllm.packing import LayerShape
@@ -60,6 +61,7 @@ def opened_layers(
         spec, backend = specs[name], backends.get(name, "unknown")
         shape = LayerShape(spec.num_kv_heads, spec.head_size, getattr(spec, "head_size_v", None) or spec.head_size)
         if cache.device.type == "cpu" and backend == CPU_BACKEND:
+            check_cache(cache, shape)  # before the kernel is asked, which trusts what it is given
             key = (shape, cache.shape[2], cache.dtype)
             if key not in orders:
                 orders[key] = cpu_order(shape, cache)
@@ -77,18 +79,25 @@ def opened_layers(
 
 
 def cpu_order(shape: LayerShape, cache: Tensor) -> Order:
-    """The order of vLLM's CPU kernel on this machine, for caches like this one."""
+    """The order of vLLM's CPU kernel on this machine, for caches like this one.
+
+    UnsupportedModelError where the kernel is another one, or does not take such a cache.
+    """
     import torch
-    from vllm import _custom_ops as ops
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     slots = cache.shape[2]
-    isa = _get_attn_isa(cache.dtype, slots, shape.key_dim)
+    try:
+        from vllm import _custom_ops as ops
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    def put(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-        ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, torch.arange(slots), isa)
+        isa = _get_attn_isa(cache.dtype, slots, shape.key_dim)
 
-    return found_order(shape.heads, slots, shape.key_dim, cache.dtype, put)
+        def put(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+            ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, torch.arange(slots), isa)
+
+        return found_order(shape.heads, slots, shape.key_dim, cache.dtype, put)
+    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+        raise UnsupportedModelError(f"vLLM's CPU kernel cannot be asked ({type(error).__name__}: {error}).") from error
 
 
 def _specs(group: Any) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvfoundry.integrations.vllm.messages import Job, Span, Tenant, Work
+from kvfoundry.integrations.vllm.messages import Job, Prompt, Span, Tenant, Work
 
 # Whether the store has a span of a prompt.
-Holds = Callable[[Tenant, list[int], Span], bool]
+Holds = Callable[[Prompt, Span], bool]
 # A request that waits for room is looked up again after so many seconds.
 _FRESH = 1.0
 
@@ -25,11 +25,11 @@ _FRESH = 1.0
 class RequestState:
     """One request of vLLM. spans: what its prompt is cut into, from its start on.
 
-    found: spans from the first one on that the store has; saved: those that need not be saved any more.
+    found: spans from the first one on that the store has; saved: those that need not be saved any more. approximate:
+    tokens of spans read elsewhere that it was scheduled with, loaded or from vLLM's own cache.
     """
 
-    tenant: Tenant
-    tokens: list[int]
+    prompt: Prompt
     spans: list[Span]
     found: int = 0
     looked: float = -1e9
@@ -38,13 +38,15 @@ class RequestState:
     load: Job | None = None
     loading: Job | None = None
     barred: bool = False
+    approximate: int = 0
 
 
 class Planner:
     """span: tokens of an entry, a multiple of block_size. holds: asks the store; it must not wait long.
 
     served: whose rows a request's are, None for one that is left alone. marked: the spans of a request with marked
-    documents, None for all others. clock: seconds, for tests.
+    documents, None for all others. repairs: whether documents at other places are repaired, which takes all of them and
+    what is asked. clock: seconds, for tests.
     """
 
     def __init__(
@@ -54,10 +56,12 @@ class Planner:
         holds: Holds,
         served: Callable[[Any], Tenant | None],
         marked: Callable[[Any], list[Span] | None] = lambda _: None,
+        repairs: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.span, self.block_size = span, block_size
         self._holds, self._served, self._marked, self._clock = holds, served, marked, clock
+        self._repairs = repairs
         self._requests: dict[str, RequestState] = {}
 
     def _state(self, request: Any) -> RequestState | None:
@@ -66,12 +70,12 @@ class Planner:
             tenant = self._served(request)
             if tenant is None:
                 return None
-            tokens = list(request.prompt_token_ids)
+            prompt = Prompt(tenant, request.prompt_token_ids)
             spans = self._marked(request)
             if spans is None:
-                ends = range(self.span, len(tokens) + 1, self.span)
+                ends = range(self.span, len(prompt) + 1, self.span)
                 spans = [Span(stop - self.span, stop, stop - self.span) for stop in ends]
-            known = self._requests[request.request_id] = RequestState(tenant, tokens, spans)
+            known = self._requests[request.request_id] = RequestState(prompt, spans)
         return known
 
     # As vLLM asks: once or more often before a request is scheduled, and again after it was preempted.
@@ -88,13 +92,13 @@ class Planner:
 
     def _found(self, state: RequestState) -> int:
         for number, span in enumerate(state.spans):
-            if not self._holds(state.tenant, state.tokens, span):
+            if not self._holds(state.prompt, span):
                 return number
         return len(state.spans)
 
     def _reach(self, state: RequestState) -> int:
         """Up to which token a load can come: whole spans, whole blocks, and not the last token."""
-        stops = [span.stop for span in state.spans[: state.found] if span.stop < len(state.tokens)]
+        stops = [span.stop for span in state.spans[: state.found] if span.stop < len(state.prompt)]
         return stops[-1] // self.block_size * self.block_size if stops else 0
 
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
@@ -105,8 +109,12 @@ class Planner:
         stop = self._reach(state)
         first = stop - external
         spans = tuple(span for span in state.spans if span.stop > first and span.start < stop)
-        held, tokens = tuple(blocks[: stop // self.block_size]), state.tokens[: spans[-1].stop]
-        state.load = Job(request.request_id, state.tenant, tokens, spans, held, first)
+        following: tuple[int, ...] = ()
+        if self._repairs and any(span.moves for span in spans):
+            spans = tuple(span for span in state.spans if span.start < stop)
+            following = tuple(state.prompt.ids[spans[-1].stop :].tolist())
+        held = tuple(blocks[: stop // self.block_size])
+        state.load = self._job(request.request_id, state, spans, held, first, following)
 
     def step(self, output: Any) -> Work:
         """What the workers have to do in this step. output: vLLM's SchedulerOutput."""
@@ -121,6 +129,7 @@ class Planner:
             known = self._requests.get(new.req_id)
             if known is not None:
                 known.blocks = list(new.block_ids[0])
+                known.approximate = _approximate(known.spans, new.num_computed_tokens)
                 saves += self._ready(new.req_id, known, new.num_computed_tokens + scheduled.get(new.req_id, 0))
         again = output.scheduled_cached_reqs
         for place, name in enumerate(again.req_ids):
@@ -130,6 +139,7 @@ class Planner:
             more = again.new_block_ids[place]
             if name in again.resumed_req_ids:
                 known.blocks = []
+                known.approximate = _approximate(known.spans, again.num_computed_tokens[place])
             known.blocks += more[0] if more is not None else ()
             saves += self._ready(name, known, again.num_computed_tokens[place] + scheduled.get(name, 0))
         return Work(tuple(loads), tuple(saves))
@@ -144,7 +154,11 @@ class Planner:
             return []
         stop = spans[-1].stop
         blocks = tuple(state.blocks[: -(-stop // self.block_size)])
-        return [Job(name, state.tenant, state.tokens[:stop], spans, blocks)]
+        return [self._job(name, state, spans, blocks)]
+
+    def _job(self, name: str, state: RequestState, spans: tuple[Span, ...], blocks: tuple[int, ...], *more: Any) -> Job:
+        ids = state.prompt.ids[: spans[-1].stop].clone()  # what is sent to another process is sent with all its memory
+        return Job(name, state.prompt.tenant, ids, spans, blocks, *more)
 
     # Afterwards.
 
@@ -157,15 +171,20 @@ class Planner:
                 continue
             first = next(place for place, block in enumerate(job.blocks) if block in lost)
             state.found = sum(span.stop <= first * self.block_size for span in state.spans)
+            state.approximate = _approximate(state.spans, first * self.block_size)
             state.barred, state.loading = True, None
             jobs.append(job)
         return jobs
 
     def finished(self, request_id: str) -> int:
-        """The request is over, answered or cancelled; tokens of it that were loaded from documents read elsewhere."""
+        """The request is over, answered or cancelled; tokens of it that come from documents read elsewhere."""
         state = self._requests.pop(request_id, None)
-        job = None if state is None else state.loading
-        return 0 if job is None else sum(span.stop - span.start for span in job.spans if span.moves)
+        return 0 if state is None else state.approximate
 
     def __len__(self) -> int:
         return len(self._requests)
+
+
+def _approximate(spans: Iterable[Span], computed: int) -> int:
+    """How many of the first `computed` tokens lie in spans that are read elsewhere."""
+    return sum(max(0, min(span.stop, computed) - span.start) for span in spans if span.moves)

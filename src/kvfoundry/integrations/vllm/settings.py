@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvfoundry.blend import Blend
 from kvfoundry.chunks.config import StoreConfig, store_config
 from kvfoundry.errors import StoreError
 from kvfoundry.integrations.vllm.packing import checked_method
 
 # Tokens that are stored as one entry: a multiple of every usual block size of vLLM.
 SPAN = 256
+# Documents at other places are used as they were read.
+NO_REPAIR = "none"
 
 
 class ConnectorSettings(BaseModel):
@@ -21,7 +24,9 @@ class ConnectorSettings(BaseModel):
     span: tokens of one entry, a multiple of vLLM's block size. namespace: entries of one are never served to another.
     load: "ahead" fetches before a request is scheduled, while others compute; "layers" fetches beside its own first
     step, layer by layer. workers: threads that load. waiting_mib: rows that may wait to be written; what comes on top
-    is not stored. documents: "off", or "approximate" for documents at any place without repair.
+    is not stored. documents: "off", or "approximate" for documents at any place. repair: "none" uses their rows as they
+    were read; a blend such as `blend(ratio=0.15, select=query_aware)` computes chosen tokens again, on a copy of the
+    model.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -34,6 +39,7 @@ class ConnectorSettings(BaseModel):
     workers: int = Field(default=2, ge=1, le=16)
     waiting_mib: int = Field(default=1024, ge=1)
     documents: Literal["off", "approximate"] = "off"
+    repair: str = NO_REPAIR
 
     @field_validator("store")
     @classmethod
@@ -47,6 +53,22 @@ class ConnectorSettings(BaseModel):
     @classmethod
     def _codec(cls, method: str) -> str:
         return str(checked_method(method))
+
+    @field_validator("repair")
+    @classmethod
+    def _blend(cls, repair: str) -> str:
+        return repair if repair == NO_REPAIR else str(Blend.parse(repair))
+
+    @model_validator(mode="after")
+    def _repaired(self) -> ConnectorSettings:
+        if self.blend is not None and self.documents == "off":
+            raise ValueError("repair is for documents at other places; set documents to approximate too")
+        return self
+
+    @property
+    def blend(self) -> Blend | None:
+        """How documents are repaired; None where they are used as they were read."""
+        return None if self.repair == NO_REPAIR else Blend.parse(self.repair)
 
     @property
     def tiers(self) -> StoreConfig:

@@ -35,6 +35,10 @@ class Counts:
         """Rows are in vLLM's blocks. moved: of a document that was read at another place."""
         self._add(loaded_tokens=tokens, **({"moved_tokens": tokens} if moved else {}))
 
+    def recomputed(self, tokens: int) -> None:
+        """Tokens of documents were computed again, by the copy of the model."""
+        self._add(recomputed_tokens=tokens)
+
     def loaded_in(self, seconds: float) -> None:
         """One load took so long."""
         self._add(loads=1, load_seconds=seconds)

@@ -12,6 +12,7 @@ from kvfoundry.integrations.vllm.loading import Load, Loader
 from kvfoundry.integrations.vllm.messages import Held, Work
 from kvfoundry.integrations.vllm.moving import Mover
 from kvfoundry.integrations.vllm.packing import Packing, checked_method
+from kvfoundry.integrations.vllm.repair import Repairer
 from kvfoundry.integrations.vllm.saving import Saver
 from kvfoundry.integrations.vllm.settings import ConnectorSettings
 from kvfoundry.integrations.vllm.stats import Counts, Numbers
@@ -24,7 +25,7 @@ _PATIENCE = 0.02
 class StoreWorker:
     """One worker's store, threads and counts. layers: by vLLM's names, in the order of the model.
 
-    mover: for documents at other places; None where these are not served.
+    mover, repairer: for documents at other places, without repair and with it; both None where these are not served.
     """
 
     settings: ConnectorSettings
@@ -34,6 +35,7 @@ class StoreWorker:
     block_size: int
     say: Callable[[str], None]
     mover: Mover | None = None
+    repairer: Repairer | None = None
 
     def __post_init__(self) -> None:
         self.counts = Counts()
@@ -50,7 +52,7 @@ class StoreWorker:
             "counts": self.counts,
             "say": self.say,
         }
-        self.loader = Loader(**shared, workers=self.settings.workers, mover=self.mover)
+        self.loader = Loader(**shared, workers=self.settings.workers, mover=self.mover, repairer=self.repairer)
         self.saver = Saver(**shared, limit=self.settings.waiting_mib << 20)
         self._in_step: list[Load] = []
         self._idle = False
