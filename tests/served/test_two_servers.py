@@ -154,7 +154,7 @@ def test_documents_in_every_order(start, folder, model, repair):
     server = start(disk.name, settings, "--enable-prefix-caching")
     for request in reading_requests(tokenizer, documents, head=head):
         server.send(request)
-    wait_for(lambda: len(list(disk.rglob("*.safetensors"))) == 5)  # the head, and four documents
+    wait_for(lambda: entries(f"disk:{disk}:4GiB") == 5)  # the head, and four documents
     moved = 0
     for order in permutations(range(4)):
         made = document_request(tokenizer, [documents[i] for i in order], "Question: When?\nAnswer:", head=head)
