@@ -58,13 +58,20 @@ def test_what_one_server_read_another_loads(plain, start, redis, folder):
     assert hit.text == plain[1].text
     assert hit.cached == whole_spans(hit.prompt_tokens) == spans
     wait_for(lambda: b.metric("loaded_tokens") == hit.cached and b.metric("hits", tier="redis") == spans / SPAN)
-    ratio = hit.first / min(miss.first, plain[0].first)
+    # One request is a coin that other work on the machine tosses: three documents, and the middle one of their ratios.
+    ratios = [hit.first / min(miss.first, plain[0].first)]
+    for seed in (2, 3):
+        read = a.ask(prompt(QUESTIONS[0], seed))
+        wait_for(lambda seed=seed: entries(f"{disk},{shared}") >= seed * spans / SPAN)
+        found = b.ask(prompt(QUESTIONS[1], seed))
+        assert read.cached == 0 and found.cached == whole_spans(found.prompt_tokens)
+        ratios.append(found.first / min(read.first, plain[0].first))
     keep(
         "first token, seconds",
         tokens=miss.prompt_tokens, loaded=hit.cached, without_connector=plain[0].first, miss=miss.first, hit=hit.first,
-        hit_over_faster_miss=ratio, load=b.metric("load_seconds"),
+        hit_over_faster_miss=ratios, load=b.metric("load_seconds"),
     )  # fmt: skip
-    assert ratio <= 0.35
+    assert sorted(ratios)[1] <= 0.35
 
     # Redis is gone: B has a copy in memory, and what is new is computed, with one bounded wait.
     redis.stop()
