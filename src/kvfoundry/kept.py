@@ -40,25 +40,24 @@ def kept_by_row(cache: KVCache) -> list[Kept]:
     rows = torch.stack([length.double().mean(dim=1) for length in lengths]).mean(dim=0).tolist()
     profiles: list[str | None] = [None] * len(complete)
     if not all(complete):
-        profiles = list(_profiles(*_heads_holding([layer.positions for layer in layers]), real))
+        profiles = list(_profiles(*_heads_holding([layer.positions for layer in layers], int(real.max())), real))
     return [
         Kept(row, row / max(tokens, 1), None if whole else profile)
         for row, tokens, whole, profile in zip(rows, real.tolist(), complete, profiles, strict=True)
     ]
 
 
-def _heads_holding(positions: list[Tensor]) -> tuple[Tensor, int]:
-    """How many heads of all layers hold each position, [batch, positions] on the CPU, and how many there are.
+def _heads_holding(positions: list[Tensor], tokens: int) -> tuple[Tensor, int]:
+    """How many heads of all layers hold each position, [batch, tokens] on the CPU, and how many there are.
 
-    positions: per layer [batch, heads, rows], -1 where a head has no row. A layer that keeps one set per KV head counts
-    as often as one that keeps a set per query head.
+    positions: per layer [batch, heads, rows], below `tokens`, -1 where a head has no row. A layer that keeps one set
+    per KV head counts as often as one that keeps a set per query head.
     """
     most = max(layer.shape[1] for layer in positions)
-    last = int(torch.stack([layer.max().cpu() for layer in positions if layer.numel()]).max())
     held: dict[torch.device, Tensor] = {}
     for layer in positions:
         if layer.device not in held:
-            held[layer.device] = torch.zeros(layer.shape[0], last + 2, dtype=torch.int32, device=layer.device)
+            held[layer.device] = torch.zeros(layer.shape[0], tokens + 1, dtype=torch.int32, device=layer.device)
         places = (layer + 1).flatten(1)  # an absent row counts for the slot in front, which is cut off
         each = torch.full_like(places, most // layer.shape[1], dtype=torch.int32)
         held[layer.device].scatter_add_(1, places, each)
@@ -66,10 +65,8 @@ def _heads_holding(positions: list[Tensor]) -> tuple[Tensor, int]:
 
 
 def _profiles(held: Tensor, heads: int, real: Tensor) -> Iterator[str]:
-    """The profile of every batch row. held: [batch, positions], heads that hold each; real: [batch] tokens."""
-    total = torch.zeros(held.shape[0], int(real.max()) + 1, dtype=torch.long)
-    total[:, 1 : held.shape[1] + 1] = held.cumsum(1)[:, : total.shape[1] - 1]
-    total[:, held.shape[1] + 1 :] = held.sum(1, keepdim=True)  # the newest tokens may be held nowhere
+    """The profile of every batch row. held: [batch, tokens], heads that hold each; real: [batch] tokens."""
+    total = torch.nn.functional.pad(held.cumsum(1), (1, 0))
     for row, tokens in zip(total, real.tolist(), strict=True):
         bins = min(tokens, BINS)
         edges = torch.arange(bins + 1) * tokens // bins

@@ -6,8 +6,11 @@ kernels run in Triton's interpreter only (environment variable TRITON_INTERPRET=
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ except ImportError as error:
         "the reference functions need nothing."
     ) from error
 
-__all__ = ["Tuning", "check_device", "dot_precision", "multiprocessors", "next_power", "tl", "triton"]
+__all__ = ["Tuning", "check_device", "dot_precision", "launches", "multiprocessors", "next_power", "tl", "triton"]
 
 # Programs of one launch where there is no GPU: few, and more than one per head of a small test.
 _INTERPRETED = 4
@@ -45,6 +48,25 @@ def check_device(*tensors: Tensor | None) -> None:
             f"Triton kernels need a CUDA device, got {device}; use the reference function, or set TRITON_INTERPRET=1 "
             "before the start to interpret them."
         )
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def launches(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function launch on the GPU of its first tensor that is on one: Triton launches on whichever is present.
+
+    So the layers of a split model may each call it, whatever device the caller has chosen.
+    """
+
+    @wraps(function)
+    def on_its_device(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next((each.device for each in args if isinstance(each, Tensor) and each.is_cuda), None)
+        with nullcontext() if device is None else torch.cuda.device(device):
+            return function(*args, **kwargs)
+
+    return on_its_device
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +20,7 @@ class Remembering:
     query: the queries of that call. lse: [batch, query_heads, queries] float32, base 2; None where it is not known.
     """
 
-    kernel: object
+    kernel: Callable[..., Tensor]
     query: Tensor | None = field(default=None, repr=False)
     lse: Tensor | None = field(default=None, repr=False)
 
@@ -52,4 +53,4 @@ class Remembering:
             )
             self.query, self.lse = query, lse * math.log2(math.e)
             return output
-        return self.kernel(query, key, value, visibility, scaling=scaling, softcap=softcap, sinks=sinks)  # type: ignore[operator]
+        return self.kernel(query, key, value, visibility, scaling=scaling, softcap=softcap, sinks=sinks)

@@ -7,14 +7,12 @@ one. On a GPU with Triton one kernel does so; elsewhere the two halves are joine
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
-from kvfoundry.devices import current
 from kvfoundry.kernels.attention.halves import half, joined
 from kvfoundry.kernels.attention.span import Span
+from kvfoundry.kernels.available import without_triton
 from kvfoundry.visibility import Visibility
 
 # Where a half begins, in rows: what the kernels want to be aligned.
@@ -36,14 +34,13 @@ def attend(
     key, value: [batch, heads, rows, dim], the row of position p at place p. visibility: of these, whole past. span: of
     the queries. block: how many queries are taken at a time where Triton is missing.
     """
-    if query.is_cuda and importlib.util.find_spec("triton") is not None:
+    if without_triton(query.device) is None:
         from kvfoundry.kernels.prefill_attention import fused
 
-        with current(query.device):
-            return fused.forward(
-                query, key, value, scaling=scaling, query_positions=visibility.query_positions,
-                key_positions=visibility.key_positions, span=span,
-            )[0]  # fmt: skip
+        return fused.forward(
+            query, key, value, scaling=scaling, query_positions=visibility.query_positions,
+            key_positions=visibility.key_positions, span=span,
+        )[0]  # fmt: skip
     batch, query_heads, queries, dim = query.shape
     heads = key.shape[1]
     groups = query_heads // heads

@@ -27,6 +27,7 @@ from kvfoundry.kernels.triton_support import (
     check_device,
     dot_precision,
     interpreted,
+    launches,
     multiprocessors,
     next_power,
     tl,
@@ -341,6 +342,7 @@ def _parts(
         tl.store(parts + at[:, None] * VALUE_DIM + channel[None, :], result, mask=inside)
 
 
+@launches
 def attend(
     query: Tensor,
     keys: Codes,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from torch import Tensor
 
-from kvfoundry.devices import current
+from kvfoundry.kernels.available import without_triton
 from kvfoundry.kernels.column_sums import naive
 from kvfoundry.visibility import Visibility
 
@@ -29,14 +27,12 @@ def column_sums(
     """As `naive.column_sums`, on a GPU by a kernel that writes no logits. lse: as in `fused.column_sums`."""
     rule = visibility.rule
     if (
-        query.is_cuda
-        and query.shape[2] >= _FEW
+        query.shape[2] >= _FEW
         and rule.chunked is None
         and visibility.unread_distance is None
-        and importlib.util.find_spec("triton") is not None
+        and without_triton(query.device) is None
     ):
         from kvfoundry.kernels.column_sums import fused
 
-        with current(query.device):  # a layer of a split model may not be on the present GPU
-            return fused.column_sums(query, key, visibility, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
+        return fused.column_sums(query, key, visibility, scaling=scaling, softcap=softcap, sinks=sinks, lse=lse)
     return naive.column_sums(query, key, visibility, scaling=scaling, softcap=softcap, sinks=sinks)

@@ -16,6 +16,7 @@ from kvfoundry.kernels.triton_support import (
     Tuning,
     check_device,
     dot_precision,
+    launches,
     multiprocessors,
     next_power,
     tl,
@@ -194,6 +195,7 @@ def attend(
     )
 
 
+@launches
 def launch(
     query: Tensor,
     keys: Tensor,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.kernels.coded_decode.codes import Codes
-from kvfoundry.kernels.triton_support import check_device, next_power, tl, triton
+from kvfoundry.kernels.triton_support import check_device, launches, next_power, tl, triton
 
 # Rows of one program where every row stands alone.
 _BLOCK = 16
@@ -210,6 +210,7 @@ def _per_channel(
         tl.store(minima + base + d, tl.reshape(minimum, (D,)).to(minima.dtype.element_ty), mask=d < DIM)
 
 
+@launches
 def encode(rows: Tensor, into: Codes, at: Tensor) -> None:
     """As `naive.encode`; at is contiguous int32.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvfoundry.errors import KVFoundryError
-from kvfoundry.kernels.triton_support import check_device, next_power, tl, triton
+from kvfoundry.kernels.triton_support import check_device, launches, next_power, tl, triton
 
 # Rows that one program moves.
 _BLOCK = 32
@@ -64,6 +64,7 @@ def _gather(
     tl.store(values_out + batch * vo_batch + head * vo_head + target[:, None] * vo_row + dv[None, :], tile, mask=inside)
 
 
+@launches
 def gather(
     keys: Tensor,
     values: Tensor,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfoundry.errors import KVFoundryError
-from kvfoundry.kernels.triton_support import check_device, interpreted, next_power, tl, triton
+from kvfoundry.kernels.triton_support import check_device, interpreted, launches, next_power, tl, triton
 
 # Bytes that one program reads at a time.
 _TILE = 1 << 14
@@ -33,6 +33,7 @@ def _gather(host, index, first, used, out, width, room, WORDS: tl.constexpr, W: 
     tl.store(out + target[:, None] * WORDS + word[None, :], tile, mask=inside)
 
 
+@launches
 def gather(host: Tensor, index: Tensor, first: Tensor, used: Tensor, out: Tensor) -> None:
     """As `naive.gather`; host contiguous, pinned or on the device; first and used on the device of index and out."""
     check_device(index, first, used, out)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.kernels.page_selection.naive import Group
-from kvfoundry.kernels.triton_support import check_device, dot_precision, next_power, tl, triton
+from kvfoundry.kernels.triton_support import check_device, dot_precision, launches, next_power, tl, triton
 
 # Pages that a warp ranks.
 _PAGES_OF_WARP = 256
@@ -155,6 +155,7 @@ def _extend(
         tl.store(high + base + (row // PAGE) * b_page, largest, mask=inside)
 
 
+@launches
 def extend_bounds(low: Tensor, high: Tensor, keys: Tensor, lengths: Tensor, *, page: int) -> None:
     """As `naive.extend_bounds`; lengths contiguous int32, the last dimension dense, low and high with equal strides."""
     batch, heads, new, dim = keys.shape
@@ -177,6 +178,7 @@ def extend_bounds(low: Tensor, high: Tensor, keys: Tensor, lengths: Tensor, *, p
     )
 
 
+@launches
 def page_scores(
     query: Tensor, low: Tensor, high: Tensor, lengths: Tensor, *, page: int, group: Group, block: int = 64
 ) -> Tensor:
@@ -215,6 +217,7 @@ def page_scores(
     return scores
 
 
+@launches
 def best_pages(scores: Tensor, lengths: Tensor, *, page: int, budget: int) -> tuple[Tensor, Tensor]:
     """As `naive.best_pages`; scores contiguous float32 without NaN."""
     batch, heads, room = scores.shape

@@ -14,7 +14,7 @@ from kvfoundry.errors import KVFoundryError
 from kvfoundry.kernels.attention.span import Span
 from kvfoundry.kernels.prefill_attention.naive import Attended
 from kvfoundry.kernels.splitting import online, soften
-from kvfoundry.kernels.triton_support import Tuning, check_device, dot_precision, next_power, tl, triton
+from kvfoundry.kernels.triton_support import Tuning, check_device, dot_precision, launches, next_power, tl, triton
 
 # Queries of one tile; the tuning has the rows.
 QUERY_BLOCK = 128
@@ -505,6 +505,7 @@ def attend(
     return Attended(output, sums, recent)
 
 
+@launches
 def forward(
     query: Tensor,
     key: Tensor,
@@ -572,6 +573,7 @@ def forward(
     return output, lse
 
 
+@launches
 def column_sums(
     query: Tensor,
     key: Tensor,

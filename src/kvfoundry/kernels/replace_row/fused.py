@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.kernels.splitting import soften
-from kvfoundry.kernels.triton_support import check_device, dot_precision, next_power, tl, triton
+from kvfoundry.kernels.triton_support import check_device, dot_precision, launches, next_power, tl, triton
 
 
 @triton.jit
@@ -115,6 +115,7 @@ def _pick(
     tl.store(slots + stored, tl.max(tl.where((newest >= 0) & (newest == leaving), found, -1), axis=0))
 
 
+@launches
 def choose(
     query: Tensor,
     keys: Tensor,

@@ -1,10 +1,10 @@
 """Attention of a prompt over an index: which blocks of rows, and which single rows, every tile of queries reads."""
 
-import importlib.util
 from typing import Any
 
 from torch import Tensor
 
+from kvfoundry.kernels.available import without_triton
 from kvfoundry.kernels.sparse_prefill import naive
 from kvfoundry.kernels.sparse_prefill.index import BlockIndex, Tiles
 
@@ -16,7 +16,7 @@ _LEAST_TILE = 16
 
 def attend(query: Tensor, key: Tensor, value: Tensor, index: BlockIndex, **terms: Any) -> Tensor:
     """As `naive.attend`; on a CUDA device with Triton by the kernel, which leaves out what the index does not name."""
-    if query.is_cuda and index.tiles.key_block >= _LEAST_TILE and importlib.util.find_spec("triton") is not None:
+    if index.tiles.key_block >= _LEAST_TILE and without_triton(query.device) is None:
         from kvfoundry.kernels.sparse_prefill import fused
 
         return fused.attend(query, key, value, index, **terms)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.kernels.sparse_prefill.index import BlockIndex
 from kvfoundry.kernels.splitting import online, soften
-from kvfoundry.kernels.triton_support import Tuning, check_device, dot_precision, next_power, tl, triton
+from kvfoundry.kernels.triton_support import Tuning, check_device, dot_precision, launches, next_power, tl, triton
 
 # The block is that of the index; here it is the width of a tile of single rows.
 DEFAULT = Tuning(block=64, warps=8, stages=3)
@@ -238,6 +238,7 @@ def _attend(
     tl.store(at, result, mask=real[:, None] & (dv < VALUE_DIM)[None, :])
 
 
+@launches
 def attend(
     query: Tensor,
     key: Tensor,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvfoundry.errors import KVFoundryError
-from kvfoundry.kernels.triton_support import check_device, next_power, tl, triton
+from kvfoundry.kernels.triton_support import check_device, launches, next_power, tl, triton
 
 
 @triton.jit
@@ -51,6 +51,7 @@ def _store(
     tl.store(slots + owner, tl.where(after == capacity, tl.load(wraps + owner), after))
 
 
+@launches
 def store(
     key: Tensor,
     value: Tensor,
