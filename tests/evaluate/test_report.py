@@ -211,5 +211,5 @@ def test_comparison_page():
     first = run_of(*lines("fullkv", [1.0] * 8), *lines("<i>", [1.0] * 8))
     second = run_of(*lines("fullkv", [0.0] * 8), *lines("<i>", [1.0] * 8), model="<b>")
     text = text_of(render_comparison(compare_runs(first, second)))
-    for shown in ("<i>", "worse", "equal", "-1.000", "Model is tiny in A and <b> in B."):
+    for shown in ("<i>", "worse", "equal", "-1.000", "model is tiny in A and <b> in B."):
         assert shown in text

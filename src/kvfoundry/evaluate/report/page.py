@@ -112,12 +112,9 @@ def _flags(run: Run) -> str:
     flags = flags_of(run)
     if not flags:
         return '<p class="quiet">Every method was given the same prompt token ids. No guard was tripped.</p>'
-    shown = "".join(f"<li>{escape(_sentence(flag['message']))}</li>" for flag in flags)
+    # as they are written: most begin with the name of a task or a method
+    shown = "".join(f"<li>{escape(flag['message'])}.</li>" for flag in flags)
     return f'<section class="warn"><h2>Read this first</h2><ul>{shown}</ul></section>'
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + "."
 
 
 def _failures(lines: Sequence[Line]) -> str:
@@ -250,7 +247,7 @@ def render_comparison(comparison: Comparison) -> str:
             f'<td class="{found.verdict}" title="{escape(found.reason)}">{found.verdict}</td>',
         ]
         body.append(f"<tr>{''.join(cells)}</tr>")
-    remarks = "".join(f"<li>{escape(_sentence(remark))}</li>" for remark in comparison.remarks)
+    remarks = "".join(f"<li>{escape(remark)}.</li>" for remark in comparison.remarks)
     return _document(
         "kvfoundry: two runs",
         f'<h1>Two runs, item by item</h1><dl class="facts"><div><dt>A</dt><dd>{escape(comparison.first)}</dd></div>'
