@@ -3,10 +3,11 @@
     python benchmarks/headinfer.py [--out benchmarks/results/headinfer.json] [--limit 280] [--tokens 131072]
 
 The shape is that of Llama-3.1-8B in bfloat16 with random weights; caches are filled with random rows. The link is
-measured by pinned copies of 1 GiB. Every arm first says what the same method says with its rows on the device (logits
-of a few steps, the same tokens fed to both; the command exits with 1 where that fails). Then its steps are timed, each
-with a look at its token, as in `generate`. A figure is the median over steps. bytes_per_token: what crossed the link to
-the device; share_of_link: bytes per second over the link's. `--device cpu --config tiny` runs it all on a toy.
+measured by pinned copies of 1 GiB. Every arm is decoded by the engine, on a GPU from a CUDA graph that holds copies
+too. Its first steps, replays among them, are compared with those of the same method whose rows are on the device, by
+the plain loop (logits, the same tokens fed to both; the command exits with 1 where that fails). Then steps are timed. A
+figure is the median over them. bytes_per_token: what crossed the link to the device; share_of_link: bytes per second
+over the link's. `--device cpu --config tiny` runs it all on a toy.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ import transformers
 from decode import QUEST, Bench, Board, setting
 from torch import Tensor
 
-from kvfoundry import KVCache, attach, compat
+from kvfoundry import DecodeEngine, KVCache, attach, compat
 from kvfoundry.bench.random_weights import built
 from kvfoundry.bench.record import OutOfTime
-from kvfoundry.bench.timing import spread
+from kvfoundry.bench.timing import spread, step_times
 from kvfoundry.bench.transfer import link_rate
+from kvfoundry.engine.program import Program
 from kvfoundry.layouts import Layout
 
 RESULTS = Path(__file__).resolve().parent / "results" / "headinfer.json"
-STEPS, COMPARED = 16, 3
+# compared: two that warm up, one that records, and replays
+STEPS, COMPARED = 16, 5
 # Logits of the same rows, relative to the norm of those with rows on the device: in bfloat16 32 layers were measured to
 # round to 0.05, and to 0.08 over codes, where rows out of place give 1.4.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15}
@@ -83,55 +86,52 @@ def moved(bench: Bench, arm: Arm, tokens: int, rows: list[Layout]) -> KVCache:
     return cache
 
 
-def compared(bench: Bench, arm: Arm, tokens: int) -> KVCache:
-    """The arm's cache, after it said what the method says on the device; that one's memory is free again."""
+def begun(bench: Bench, arm: Arm, tokens: int) -> tuple[KVCache, DecodeEngine, Program]:
+    """The arm's cache in an engine, after it said what the method says on the device, whose memory is free again."""
     plain = bench.cache(arm.beside or arm.spec, arm.kind, 1, tokens, tokens)
     rows = [layer.rows.shared() for layer in plain.attention_layers if layer.rows is not None]
-    if arm.beside is None:
-        return plain
     began = time.perf_counter()
     cache = moved(bench, arm, tokens, rows)
     if bench.device.type == "cuda":
         torch.cuda.synchronize()
-    bench.board.note(
-        f"{arm.name}: {cache.host_nbytes / 1e9:.2f} GB moved to the host in {time.perf_counter() - began:.1f} s"
-    )
-    token, error, same = bench.ids(1, 1), 0.0, 0
+    moving = time.perf_counter() - began
+    bench.board.note(f"{arm.name}: {cache.host_nbytes / 1e9:.2f} GB moved to the host in {moving:.1f} s")
+    engine = DecodeEngine(bench.model, room=1)
+    program = engine.begin(cache, bench.ids(1, tokens + 1), COMPARED + STEPS + 8)
+    error, same = 0.0, 0
     for _ in range(COMPARED):
-        expected, found = said(bench, plain, token), said(bench, cache, token)
+        expected = said(bench, plain, program.ids.clone())
+        program.advance()
+        assert program.said is not None
+        found = program.said.float()
         error = max(error, float((found - expected).norm() / expected.norm()))
         same += int(torch.equal(found.argmax(dim=-1), expected.argmax(dim=-1)))
-        token = expected.argmax(dim=-1, keepdim=True)
     bench.board.gate(f"{arm.name}: logits of {COMPARED} steps", error, TOLERANCE[bench.setting.dtype])
-    bench.board.note(f"{arm.name}: {same} of {COMPARED} tokens are those of {arm.beside}")
-    return cache
+    how = "replays of a graph" if program.is_recorded else f"no graph ({program.note})"
+    bench.board.note(f"{arm.name}: {how}; {same} of {COMPARED} tokens are those of {arm.beside or arm.spec}")
+    return cache, engine, program
 
 
 def timed(bench: Bench, arm: Arm, tokens: int, link: float) -> None:
     """One arm."""
     bench.board.check_time()
     cuda = bench.device.type == "cuda"
-    cache = compared(bench, arm, tokens)
+    cache, engine, program = begun(bench, arm, tokens)
     weights = sum(weight.nbytes for weight in bench.model.parameters())
-    token = bench.ids(1, 1)
-    for _ in range(3):
-        token = said(bench, cache, token).argmax(dim=-1, keepdim=True)
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    sent, times = cache.prompt.rings.link_nbytes[0], []
-    for _ in range(STEPS):
-        began = time.perf_counter()
-        token = said(bench, cache, token).argmax(dim=-1, keepdim=True)
-        token.item()
-        times.append(time.perf_counter() - began)
+    sent = cache.prompt.rings.link_nbytes[0]
+    times = step_times(program.advance, STEPS, bench.device)
     sent = (cache.prompt.rings.link_nbytes[0] - sent) // STEPS
     seconds = statistics.median(times)
+    ring = program.cache.ring
     entry = {
         "arm": arm.name, "method": arm.spec, "tokens": tokens, **spread(times),
         "bytes_per_token": sent, "bytes_per_s": sent / seconds, "share_of_link": sent / seconds / link,
-        "device_kv_bytes": cache.nbytes, "ring_bytes": cache.prompt.rings.nbytes, "host_kv_bytes": cache.host_nbytes,
+        "device_kv_bytes": engine.nbytes, "ring_bytes": cache.prompt.rings.nbytes,
+        "host_kv_bytes": 0 if ring is None else program.cache.host_nbytes,
         "head_bytes": bench.row_bytes(tokens) // bench.setting.config.num_hidden_layers
         // bench.setting.config.num_key_value_heads,
         "peak_bytes_over_weights": torch.cuda.max_memory_allocated() - weights if cuda else None,
@@ -141,9 +141,10 @@ def timed(bench: Bench, arm: Arm, tokens: int, link: float) -> None:
     print(
         f"{arm.name:28s} {seconds * 1e3:8.2f} ms  {sent / 1e9:6.2f} GB a token  {sent / seconds / 1e9:6.1f} GB/s = "
         f"{sent / seconds / link:4.0%} of the link  "
-        f"device {cache.nbytes / 1e6:8.1f} MB  host {cache.host_nbytes / 1e9:.2f} GB",
+        f"device {engine.nbytes / 1e6:8.1f} MB  host {entry['host_kv_bytes'] / 1e9:.2f} GB",
         flush=True,
     )
+    engine.clear()
 
 
 def conclude(bench: Board) -> None:

@@ -202,7 +202,7 @@ class KVCache(Cache):
     def _parking_notes(self) -> list[str]:
         if any(layer.rests for layer in self.attention_layers):
             return [f"{self.method} rests since recall(): every row is on the device, and none is dropped."]
-        if self.method.placement is not None and self.host_nbytes:
+        if self.method.placement is not None and self.seen_tokens and self._full_layers():
             return [f"{self.method}: rows are in host memory (host_nbytes) and stream through the device."]
         if self.parked_nbytes:
             return [f"{self.method}: dropped rows are still in host memory (parked_nbytes); recall() brings them back."]

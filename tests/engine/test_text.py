@@ -48,6 +48,14 @@ SPECS = [
     "fp8()",
     "snapkv(budget=16, window=4)+kivi(bits=4, group=4, residual=4)",
     "adakv(budget=16, window=4)+int8(group=8, mode=symmetric)",
+    "headinfer()",
+    "snapkv(budget=16, window=4)+headinfer(group=2)",
+    "adakv(budget=16, window=4)+headinfer()",
+    "headinfer()+kivi(bits=2, group=4, residual=8)",
+    "headinfer(group=2)+kivi(bits=4, group=8, residual=0)+rotate()",
+    "headinfer()+int8(group=8)",
+    "quest(budget=16, page=4, skip_layers=1)+headinfer()",
+    "adakv(budget=24, window=4)+quest(budget=8, page=4, skip_layers=0)+headinfer()",
 ]
 
 
@@ -202,6 +210,9 @@ def test_other_ways_of_reading_the_prompt(options: dict[str, Any], tiny_model, t
         "quest(budget=8, page=4, skip_layers=0)",
         "streamingllm(budget=8)",
         "h2o(budget=8, window=4)",
+        "headinfer()",
+        "adakv(budget=8, window=4)+headinfer(group=2)",
+        "quest(budget=8, page=4, skip_layers=1)+headinfer()",
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

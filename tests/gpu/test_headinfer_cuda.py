@@ -167,3 +167,39 @@ def test_low_precision_stays_as_near_as_it_is(make: Callable[[PreTrainedModel], 
     for spec in ("fullkv", "kivi(bits=2, group=32, residual=32)"):
         found, expected = (logits(low, s, ids, [1000, 1000] + [1] * 20) for s in (streamed(spec, 2), spec))
         assert float((found - expected).norm()) < 3e-2 * float(expected.norm())
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "fullkv", "kivi(bits=2, group=32, residual=32)", "int8", "int4+rotate", "snapkv(budget=256, window=8)",
+        "adakv(budget=256, window=8)", "quest(budget=128, skip_layers=1)",
+        "adakv(budget=512, window=8)+quest(budget=128, skip_layers=0)",
+    ],
+)  # fmt: skip
+def test_the_engine_replays_copies_too(spec, group, model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are part of the graph; held up on their stream, they are waited for."""
+    copy_to = HostPart.copy_to
+
+    def late(part: HostPart, *args: object) -> int:
+        torch.cuda._sleep(200_000)
+        return copy_to(part, *args)
+
+    ids = random_ids(1, 2100).cuda()
+    expected, found = [], []
+    for method, said in ((spec, expected), (streamed(spec, group), found)):
+        cache = kvfoundry.KVCache(model, method)
+        cache.expect_prompt(2100)
+        token = forward_pieces(model, cache, ids, [2100])[:, -1:].argmax(dim=-1)
+        if said is found:
+            monkeypatch.setattr(HostPart, "copy_to", late)
+        engine = kvfoundry.DecodeEngine(model, room=64)
+        program = engine.begin(cache, torch.cat([ids, token], dim=1), 90)
+        for _ in range(90):
+            program.advance()
+            said.append(program.said.float().clone())
+        assert program.is_recorded, program.note
+        engine.finish(cache, 90, keep=False)
+    error = max(float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True))
+    assert error < 1e-3

@@ -260,7 +260,9 @@ def test_refusals_name_their_reason(tiny_model, tokenizer):
             kvfoundry.Method.parse(spec)
     method = kvfoundry.Method.parse("headinfer(group=2)+kivi(bits=2)")
     assert kvfoundry.Method.parse(str(method)) == method and not method.evicts
-    found = kvfoundry.generate(
-        tiny_model("llama"), tokenizer, "w5 w6 w7 w8", "headinfer", max_new_tokens=4, engine=True, details=True
-    )
-    assert any("streams its rows from the host" in note for note in found.notes) and found.parked_bytes > 0
+    for spec, served in (("headinfer()", True), ("h2o(budget=3, window=2)+headinfer()", False)):
+        found = kvfoundry.generate(
+            tiny_model("llama"), tokenizer, "w5 w6 w7 w8", spec, max_new_tokens=4, engine=True, details=True
+        )
+        refused = any("drops rows in decode that lie on the host" in note for note in found.notes)
+        assert refused is not served and found.parked_bytes > 0

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from kvfoundry.engine.coded import Coded
+from kvfoundry.engine.hosted import Hosted, joined
 from kvfoundry.engine.paging import Paging
 from kvfoundry.engine.replacing import Replacing
 from kvfoundry.engine.rows import StaticRows
 from kvfoundry.kernels.attention import sdpa
 from kvfoundry.kernels.available import without_triton
 from kvfoundry.kernels.coded_decode import naive as coded_naive
+from kvfoundry.kernels.decode_attention import naive as decode_naive
 from kvfoundry.kernels.page_selection import naive as select_naive
 from kvfoundry.kernels.paged_attention import naive as paged_naive
 from kvfoundry.kernels.replace_row import naive as replace_naive
@@ -37,11 +39,13 @@ class Step(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """What a layer has beside its rows: codes of older ones, bounds of pages, what chooses the row that goes."""
+    """What a layer has beside its rows: codes of older ones, bounds of pages, what chooses the row that goes, and older
+    rows on the host."""
 
     coded: Coded | None = None
     paging: Paging | None = None
     replacing: Replacing | None = None
+    hosted: Hosted | None = None
 
 
 class Kernels(Protocol):
@@ -61,10 +65,12 @@ class TorchKernels:
         store_naive.store(
             step.key, step.value, step.position, rows.keys, rows.values, rows.positions, **_places(rows)
         )  # fmt: skip
+        if extra.paging is not None:
+            return _read_pages(select_naive, paged_naive, decode_naive, step, rows, extra.paging)
+        if extra.hosted is not None:
+            return _read_both(decode_naive, coded_naive, step, rows, extra.coded, extra.hosted)
         if extra.coded is not None:
             return extra.coded.attend(coded_naive, step.query, **_terms(step))
-        if extra.paging is not None:
-            return _read_pages(select_naive, paged_naive, step, rows, extra.paging)
         output = self._attend(step, rows)
         if extra.replacing is not None:
             replace_naive.choose(step.query, **_choice(step, rows, extra.replacing))
@@ -102,10 +108,12 @@ class TritonKernels:
         self._store.store(
             step.key, step.value, step.position, rows.keys, rows.values, rows.positions, **_places(rows)
         )  # fmt: skip
+        if extra.paging is not None:
+            return _read_pages(self._select, self._paged, self._decode, step, rows, extra.paging)
+        if extra.hosted is not None:
+            return _read_both(self._decode, self._coded, step, rows, extra.coded, extra.hosted)
         if extra.coded is not None:
             return extra.coded.attend(self._coded, step.query, **_terms(step))
-        if extra.paging is not None:
-            return _read_pages(self._select, self._paged, step, rows, extra.paging)
         replacing = extra.replacing
         found = self._decode.attend(
             step.query, rows.keys, rows.values, rows.lengths, starts=rows.starts, scaling=step.scaling,
@@ -119,20 +127,40 @@ class TritonKernels:
         return output
 
 
-def _read_pages(selection: Any, attention: Any, step: Step, rows: StaticRows, paging: Paging) -> Tensor:
-    """Attention over the best pages; the two modules are those of one way of computing."""
+def _read_both(
+    decode: Any, coded_decode: Any, step: Step, rows: StaticRows, coded: Coded | None, hosted: Hosted
+) -> Tensor:
+    """Attention over rows or codes on the host and on the device; the two modules are those of one way of computing.
+
+    Logits without a row count where the newest rows are, once.
+    """
+    alike = {"scaling": step.scaling, "softcap": step.softcap}
+    older = hosted.attend(decode if coded is None else coded_decode, step.query, coded, **alike)
+    terms = {**_terms(step), "return_lse": True}
+    if coded is not None:
+        return joined(older, coded.attend(coded_decode, step.query, **terms))
+    newer = decode.attend(step.query, rows.keys, rows.values, rows.lengths, starts=rows.starts, **terms)
+    return joined(older, newer)
+
+
+def _read_pages(selection: Any, attention: Any, decode: Any, step: Step, rows: StaticRows, paging: Paging) -> Tensor:
+    """Attention over the best pages; the three modules are those of one way of computing."""
+    lengths = paging.lengths()
     query, page = step.query[:, :, 0], paging.page
     groups = rows.starts.shape[1] // step.key.shape[1]
     key = step.key if groups == 1 else step.key.repeat_interleave(groups, dim=1)
-    selection.extend_bounds(paging.low, paging.high, key, rows.lengths, page=page)
-    bounds = query, paging.low, paging.high, rows.lengths
+    selection.extend_bounds(paging.low, paging.high, key, lengths, page=page)
+    bounds = query, paging.low, paging.high, lengths
     table, counts = selection.select(*bounds, page=page, budget=paging.budget, group=paging.group)
+    output: Tensor
+    if paging.hosted is not None:
+        output = decode.attend(step.query, *paging.hosted.fetched(table, page, rows), **_terms(step))
+        return output
     real = (
         {"real": torch.ones_like(step.position, dtype=torch.bool)} if attention is paged_naive else {"counts": counts}
     )
-    output: Tensor = attention.attend(
-        query, rows.keys, rows.values, table, rows.starts, rows.lengths, page,
-        scaling=step.scaling, softcap=step.softcap, sinks=step.sinks, **real,
+    output = attention.attend(
+        query, rows.keys, rows.values, table, rows.starts, rows.lengths, page, **_terms(step), **real,
     )  # fmt: skip
     return output[:, :, None]
 

@@ -84,20 +84,21 @@ class Coded:
         tail.lengths.copy_(self._waiting)
         tail.slots.copy_(self._waiting)
 
-    def attend(self, kernel: Any, query: Tensor, **terms: Any) -> Tensor:
+    def turned(self, query: Tensor) -> Tensor:
+        """The query that reads codes: rotated as their keys were."""
+        return query if self._turn is None else (query.float() @ self._turn).to(query.dtype)
+
+    def attend(self, kernel: Any, query: Tensor, **terms: Any) -> Any:
         """Output [batch, query_heads, 1, value_dim] over codes and whole rows; query alike.
 
-        kernel: one of `kernels.coded_decode`.
+        kernel: one of `kernels.coded_decode`. terms: what it takes; with `return_lse` a pair comes back.
         """
-        tail, turned = self.tail, query
-        if self._turn is not None:
-            turned = (query.float() @ self._turn).to(query.dtype)
-        output: Tensor = kernel.attend(
-            turned, self.keys, self.values, self.count,
+        tail = self.tail
+        return kernel.attend(
+            self.turned(query), self.keys, self.values, self.count,
             tail.rectangle(tail.keys), tail.rectangle(tail.values), tail.lengths,
             tail_query=None if self._turn is None else query, **terms,
         )  # fmt: skip
-        return output
 
     def after_step(self) -> None:
         """Write down what has waited long enough, between two steps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from kvfoundry.cache import KVCache
 from kvfoundry.engine.attention import Extra, kernels_for
 from kvfoundry.engine.coded import Coded, tail_like, tail_plan
+from kvfoundry.engine.hosted import Hosted
 from kvfoundry.engine.layer import StaticCache, StaticLayer
 from kvfoundry.engine.paging import Paging
 from kvfoundry.engine.program import Program
@@ -23,8 +25,11 @@ from kvfoundry.engine.serving import late_refusal, plan_of, refusal
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.layer import CacheLayer
 from kvfoundry.layer_state import storage_bytes
+from kvfoundry.layouts import Layout
 from kvfoundry.layouts.base import Stretches
 from kvfoundry.layouts.coded import CodedRows
+from kvfoundry.layouts.streamed import StreamedRows
+from kvfoundry.layouts.streamed_codes import StreamedCodes
 from kvfoundry.reading.reader import PageReader
 
 
@@ -66,12 +71,19 @@ class DecodeEngine:
         """Bytes of the static buffers that the engine holds now."""
         if self._program is None:
             return 0
-        return storage_bytes(tensor for layer in self._program.cache.static for tensor in layer.tensors())
+        cache = self._program.cache
+        own = (tensor for layer in cache.static for tensor in layer.tensors())
+        return storage_bytes(chain(own, () if cache.ring is None else cache.ring.tensors()))
 
     def clear(self) -> None:
         """Free buffers and graph."""
-        if self.is_recorded:
-            torch.cuda.synchronize()  # the host may be ahead of replays that still write
+        if self._program is not None:
+            ring = self._program.cache.ring
+            # the host may be ahead of replays that still write, and of kernels that read what lies on the host
+            if self.is_recorded or (ring is not None and ring.device.type == "cuda"):
+                torch.cuda.synchronize()
+            if ring is not None:
+                ring.forget()  # its events belong to the graph
         self._program = self._key = None
 
     def begin(
@@ -116,8 +128,12 @@ class DecodeEngine:
             assert layer.real is not None
             columns = {} if static.extra.replacing is None else static.extra.replacing.columns()
             rows = static.rows.layout(layer.real + steps, columns) if keep else None
+            if rows is not None and static.extra.hosted is not None:
+                rows = static.extra.hosted.with_newest(rows)
             full = static.began + steps > layer.decode_budget[:, None] if static.rows.spends else None
             layer.resume(rows, steps, dropped=full is not None and bool(full.any()))
+        if self._program.cache.ring is not None:  # nobody can use the program again
+            self.clear()
 
     def _made(self, layers: Sequence[CacheLayer], sampler: Sampler, text: Tensor, new: int) -> Program:
         position = torch.zeros(text.shape[0], dtype=torch.long, device=text.device)
@@ -126,6 +142,8 @@ class DecodeEngine:
             plan, like = self._plan(layer, new)
             rows = StaticRows.empty(plan, like)
             extra = self._extra(layer, plan, rows, new)
+            if extra.hosted is not None:
+                extra.hosted.ring.follow()
             static.append(StaticLayer(number, rows, extra, kernels, position, layer.family))
             del like
             _move(layer, static[-1], plan)
@@ -139,18 +157,24 @@ class DecodeEngine:
         return Program(forward, StaticCache(static), sampler, ids, position, graph=graph)
 
     def _extra(self, layer: CacheLayer, plan: Plan, rows: StaticRows, new: int) -> Extra:
-        if isinstance(layer.rows, CodedRows):
-            return Extra(coded=Coded(layer.rows, rows, new, self.room))
+        paged, hosted = layer.reads_pages is not None, None
+        if isinstance(layer.rows, StreamedRows | StreamedCodes):
+            hosted = Hosted(layer.rows, streams=not paged)
+        moving = _moving(layer.rows)
+        if isinstance(moving, CodedRows):
+            return Extra(coded=Coded(moving, rows, new, self.room), hosted=hosted)
         if plan.spends and replaces(layer.method):
             return Extra(replacing=Replacing(layer.method, rows))
         if layer.reads_pages is not None:
             reader, budget = layer.reads_pages
             assert isinstance(reader, PageReader)
-            return Extra(paging=Paging(reader, int(budget[0]), rows))
-        return Extra()
+            return Extra(paging=Paging(reader, int(budget[0]), rows, hosted), hosted=hosted)
+        return Extra(hosted=hosted)
 
     def _take(self, program: Program, layers: Sequence[CacheLayer], new: int) -> bool:
         """Move the rows into the buffers of a program that exists, if they fit."""
+        if program.cache.ring is not None:  # its graph reads the host memory of other rows
+            return False
         plans = []
         for layer, static in zip(layers, program.cache.static, strict=True):
             plan, like = self._plan(layer, new)
@@ -165,10 +189,10 @@ class DecodeEngine:
         return True
 
     def _plan(self, layer: CacheLayer, new: int) -> tuple[Plan, Stretches]:
-        assert layer.rows is not None
-        if isinstance(layer.rows, CodedRows):
-            return tail_plan(layer.rows), tail_like(layer.rows)
-        return plan_of(layer, layer.rows, new, self.room), layer.rows.stretches()
+        rows = _moving(layer.rows)
+        if isinstance(rows, CodedRows):
+            return tail_plan(rows), tail_like(rows)
+        return plan_of(layer, rows, new, self.room), rows.stretches()
 
 
 def _told(layer: CacheLayer) -> tuple[Any, ...]:
@@ -177,10 +201,16 @@ def _told(layer: CacheLayer) -> tuple[Any, ...]:
     return str(layer.method), layer.acts, None if reads is None else int(reads[1][0])
 
 
+def _moving(rows: Layout | None) -> Layout:
+    """What of a layer's rows goes into static buffers: all but those on the host."""
+    assert rows is not None
+    return rows.newest if isinstance(rows, StreamedRows | StreamedCodes) else rows
+
+
 def _move(layer: CacheLayer, static: StaticLayer, plan: Plan) -> None:
     """Take the rows out of a layer of the cache; what it held is free when this returns."""
     budget = layer.decode_budget if plan.spends else None
-    rows = layer.lend()
+    rows = _moving(layer.lend())
     if static.extra.coded is not None and isinstance(rows, CodedRows):
         static.extra.coded.fill(rows)
     else:

@@ -110,6 +110,10 @@ class StaticCache(Cache):
     def __init__(self, layers: Sequence[StaticLayer]):
         super().__init__(layers=list(layers))
         self.static = list(layers)
+        hosted = [layer.extra.hosted for layer in layers if layer.extra.hosted is not None]
+        self.ring = hosted[0].ring if hosted else None
+        self._hosted = hosted
+        self._streamed = [each.rows for each in hosted if each.streams]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Called by the model."""
@@ -121,12 +125,26 @@ class StaticCache(Cache):
             if layer.extra.coded is not None:
                 layer.extra.coded.after_step()
 
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of the rows on the host."""
+        return sum(each.rows.hosted_nbytes for each in self._hosted)
+
+    def repeated(self) -> None:
+        """A step was made by a graph."""
+        if self.ring is not None:
+            self.ring.repeated()
+
     def __enter__(self) -> StaticCache:
         _entered.append(self)
+        if self.ring is not None:
+            self.ring.begin(self._streamed)
         return self
 
     def __exit__(self, *exception: object) -> None:
         _entered.pop()
+        if self.ring is not None:
+            self.ring.end()
 
 
 # The caches whose forward passes are under way. A compiled model names a layer by its number, so that the same code

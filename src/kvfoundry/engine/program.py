@@ -48,6 +48,8 @@ class Program:
         else:
             if self._graph is None:
                 self._record()
+            else:
+                self.cache.repeated()
             if self._graph is None:
                 self._step()
             else:

@@ -19,6 +19,8 @@ from kvfoundry.layouts import Layout
 from kvfoundry.layouts.coded import CodedRows
 from kvfoundry.layouts.dense import DenseRows
 from kvfoundry.layouts.kernel_codes import codec_refusal, coded_refusal
+from kvfoundry.layouts.streamed import StreamedRows
+from kvfoundry.layouts.streamed_codes import StreamedCodes
 from kvfoundry.method import Method
 from kvfoundry.reading.reader import PageReader
 from kvfoundry.selection.budgets import UniformHeads
@@ -65,25 +67,24 @@ def _layer_refusal(layer: Any) -> str | None:
     method = layer.method
     if method.pairs is not None:
         return f"{method} shares rows between layers"
-    if method.placement is not None:
-        return f"{method} streams its rows from the host"
+    acting = layer.acts and method.schedule.every is not None
+    if acting and method.placement is not None:
+        return f"{method} drops rows in decode that lie on the host"
     if method.codec is not None:
         reason = codec_refusal(method.codec)
-        if reason is None and (method.read is not None or (layer.acts and method.schedule.every is not None)):
+        if reason is None and (method.read is not None or acting):
             reason = "stores codes, and drops or leaves out some of them in decode"
         if reason is not None:
             return f"{method} {reason}"
     if method.read is not None and layer.layer_idx >= method.read.skip_layers:
         reason = reading_refusal(method.read)
-        if reason is None and layer.acts and method.schedule.every is not None:
+        if reason is None and acting:
             reason = "reads pages of rows that change places"
         if reason is None and method.granularity != "kv_head":
             reason = "reads pages of its own for every query head"
         if reason is not None:
             return f"{method} {reason}"
-    if not layer.acts or method.schedule.every is None:
-        return None
-    return _acting_refusal(method)
+    return _acting_refusal(method) if acting else None
 
 
 def _acting_refusal(method: Method) -> str | None:
@@ -113,8 +114,11 @@ def _acting_refusal(method: Method) -> str | None:
 def late_refusal(cache: KVCache) -> str | None:
     """Why the plain loop goes on after all, as only the rows of the prompt can tell."""
     for layer in cache.attention_layers:
+        if isinstance(layer.rows, StreamedRows | StreamedCodes) and layer.rule.sliding is not None:
+            return f"{layer.method} streams the rows of a sliding window from the host"
         if isinstance(layer.rows, CodedRows):
-            reason = coded_refusal(layer.rows)
+            apart = isinstance(layer.rows, StreamedCodes) and layer.rows.is_apart
+            reason = "has groups of tokens that have lost some" if apart else coded_refusal(layer.rows)
             if reason is not None:
                 return f"{layer.method} {reason}"
         reads = layer.reads_pages

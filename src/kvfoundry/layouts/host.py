@@ -46,8 +46,10 @@ class HostPart:
     def __init__(self, device: torch.device, shape: tuple[int, int], slabs: Sequence[Slab] = ()):
         self.device, self.shape = device, shape
         self._slabs = list(slabs)
-        # As they are asked for: first and used of every slab on the device, and used of every slab as numbers.
+        # As they are asked for: first and used of every slab on the device, what all use together, and used of every
+        # slab as numbers.
         self._bounds: list[tuple[Tensor, Tensor]] = []
+        self._total: Tensor | None = None
         self._used: list[list[list[int]]] = []
 
     def __deepcopy__(self, memo: object) -> HostPart:
@@ -91,7 +93,7 @@ class HostPart:
                     head[at : at + count].copy_(lane[start : start + count], non_blocking=True)
             self._slabs[number] = replace(slab, used=slab.used + taken)
             left, done, number = left - taken, done + taken, number + 1
-        self._bounds, self._used = [], []
+        self._bounds, self._total, self._used = [], None, []
 
     def _slab(self, like: Tensor, held: int, left: int, expected: int) -> Slab:
         """An empty slab for `left` entries of a head or more, or for the largest part of them.
@@ -165,7 +167,7 @@ class HostPart:
     def at(self, index: Tensor, behind: Tensor | None = None, waiting: Tensor | None = None) -> Tensor:
         """The entries `index` [batch, heads, n] of every head: [batch, heads, n, ...], zeros where it has none.
 
-        behind: further entries [batch, heads, room, ...] on the device, `waiting` [batch, heads] of each head. On a
+        behind: further entries [batch, heads, room, ...] and `waiting` [batch, heads] of each head, on the device. On a
         CUDA device a kernel reads the pinned memory over the link, see `kernels.host_rows.fused`.
         """
         like = self._slabs[0].entries
@@ -179,9 +181,13 @@ class HostPart:
         for slab, (first, used) in zip(self._slabs, self._bounds_on(index.device), strict=True):
             gather(slab.entries, index, first, used, out)
         if behind is not None and waiting is not None and behind.shape[2]:
-            first, used = (counted(counts, index.device) for counts in (self.counts, waiting))
-            gather(behind.contiguous(), index, first, used, out)
+            gather(behind.contiguous(), index, self._total_on(index.device), waiting, out)
         return out
+
+    def _total_on(self, device: torch.device) -> Tensor:
+        if self._total is None:
+            self._total = counted(self.counts, device)
+        return self._total
 
     def _bounds_on(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
         if len(self._bounds) != len(self._slabs):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Protocol
 
 import torch
@@ -74,6 +74,7 @@ class Ring:
         self._newest: dict[int, weakref.ref[Streamable]] = {}
         self._after: dict[int, int] = {}
         self._last: int | None = None
+        self._mark = self._pass = 0  # what was sent before the present pass, and in the last one
 
     def enter(self, rows: Streamable) -> None:
         """A layer is about to ask for its units."""
@@ -85,6 +86,38 @@ class Ring:
     def expect(self, rows: Streamable) -> None:
         """These are the rows that a layer will ask for next."""
         self._newest[rows.place] = weakref.ref(rows)
+
+    def begin(self, order: Sequence[Streamable]) -> None:
+        """A pass over these rows begins, one after the other; it ends with `end`, and may become part of a CUDA graph.
+
+        A graph waits for nothing outside of it, so whatever the buffers hold is sent for anew.
+        """
+        self.forget()
+        self._newest = {rows.place: weakref.ref(rows) for rows in order}
+        self._after = {rows.place: following.place for rows, following in pairwise(order)}
+        self._last, self._mark = None, self.sent
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        for rows, unit in islice(((each, unit) for each in order for unit in range(each.units)), SLOTS):
+            self._load(self._free(()), rows, unit)
+
+    def end(self) -> None:
+        """What is enqueued next comes after the pass."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        self._pass = self.sent - self._mark
+
+    def repeated(self) -> None:
+        """The last pass was made once more, by a graph."""
+        self.sent += self._pass
+
+    def forget(self) -> None:
+        """Take it that the buffers hold nothing and that nothing is under way."""
+        for slot in self.slots:
+            slot.holds = None
+            if slot.buffer is not None and self._stream is not None:
+                slot.read, slot.arrived = torch.cuda.Event(), torch.cuda.Event()
+                slot.read.record(torch.cuda.current_stream(self.device))
 
     @contextmanager
     def taken(self, rows: Streamable, unit: int) -> Iterator[list[Tensor]]:

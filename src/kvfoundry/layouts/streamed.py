@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, Stretches, owned
 from kvfoundry.layouts.dense import DenseRows
-from kvfoundry.layouts.host import HostPart
+from kvfoundry.layouts.host import HostPart, counted
 from kvfoundry.layouts.rectangles import appended, gathered
 from kvfoundry.layouts.ring import Ring, Rings, Shape
 
@@ -70,7 +70,7 @@ class StreamedRows(Layout):
         result = cls(parts[0], parts[1], parts[2], tail, group, rings, place)
         result._columns = {name: owned(column) for name, column in view.columns.items()}
         result._move(view.keys, view.values, positions, lengths, expected)
-        result._ring.expect(result)
+        result.ring.expect(result)
         return result
 
     def _changed(self) -> None:
@@ -82,7 +82,7 @@ class StreamedRows(Layout):
 
     def _move(self, keys: Tensor, values: Tensor, positions: Tensor, counts: Tensor, expected: int) -> None:
         """Write the first `counts` rows of rectangles of every head behind the rows on the host."""
-        ring = self._ring
+        ring = self.ring
         keys, values, positions = (rows.detach() for rows in (keys, values, positions))
         with ring.receiving(keys, values, positions):
             for part, rows in ((self._keys, keys), (self._values, values), (self._positions, positions)):
@@ -92,8 +92,44 @@ class StreamedRows(Layout):
         self._changed()
 
     @property
-    def _ring(self) -> Ring:
+    def ring(self) -> Ring:
+        """The ring of the device on which the rows are read."""
         return self._rings.on(self._keys.device)
+
+    # What stays on the host while newer rows are elsewhere.
+
+    @property
+    def stored(self) -> Tensor:
+        """Rows of every head on the host: [batch, heads], on the CPU."""
+        return self._stored
+
+    @property
+    def parts(self) -> tuple[HostPart, HostPart]:
+        """Keys and values on the host."""
+        return self._keys, self._values
+
+    @property
+    def spans(self) -> list[tuple[int, slice]]:
+        """The batch row and the heads of every unit."""
+        return self._units
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a value."""
+        return self._tail.view().values.shape[3]
+
+    @property
+    def newest(self) -> DenseRows:
+        """The rows that wait on the device."""
+        return self._tail
+
+    def with_newest(self, newest: DenseRows) -> StreamedRows:
+        """The rows on the host with these behind them."""
+        twin = copy.copy(self)
+        twin._tail = newest
+        twin._room = -(-max(1, newest.view().keys.shape[2]) // WAITING) * WAITING
+        twin.ring.expect(twin)
+        return twin
 
     @property
     def lengths(self) -> Tensor:
@@ -106,7 +142,7 @@ class StreamedRows(Layout):
         if tail.keys.shape[2] >= WAITING:
             self._tail = _empty(tail.keys, tail.values, tail.positions, tail.lengths)
             self._move(tail.keys, tail.values, tail.positions, tail.lengths, expected)
-        self._ring.expect(self)
+        self.ring.expect(self)
         return self
 
     # The units of the ring.
@@ -131,7 +167,7 @@ class StreamedRows(Layout):
     def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
         batch, query_heads, queries, _ = query.shape
         groups = query_heads // self._stored.shape[1]
-        tail, ring, lengths = self._tail.view(), self._ring, self.lengths
+        tail, ring, lengths = self._tail.view(), self.ring, self.lengths
         # One query sees all rows; several have to be told apart by their positions.
         masked = queries > 1 or reading.unread_distance is not None
         positions = self._all_positions() if masked else None
@@ -185,7 +221,7 @@ class StreamedRows(Layout):
         heads = part.shape[1]
         stored, waiting = part.counts, self._tail.lengths[:, :heads]
         width = int((stored + waiting).max())
-        self._ring.follow()
+        self.ring.follow()
         hosted = part.rectangle()
         both = torch.cat([hosted, tail[:, :heads].to(hosted.dtype)], dim=2)
         place = torch.arange(width)
@@ -209,9 +245,9 @@ class StreamedRows(Layout):
         width = int(self.lengths.max())
         starts = torch.arange(batch * heads, device=self._keys.device).view(batch, heads) * width
         tail = self._tail.view()
-        self._ring.follow()
+        self.ring.follow()
         keys, values = (
-            StreamedSlots(part, rows, tail.lengths, width, self._ring)
+            StreamedSlots(part, rows, tail.lengths, width, self.ring)
             for part, rows in ((self._keys, tail.keys), (self._values, tail.values))
         )
         return Stretches(keys, values, starts, self.lengths)
@@ -227,7 +263,7 @@ class StreamedRows(Layout):
 
     def select_batch(self, indices: Tensor) -> StreamedRows:
         host = indices.cpu()
-        self._ring.settle()
+        self.ring.settle()
         twin = copy.copy(self)
         twin._keys, twin._values, twin._positions = (
             part.selected(host) for part in (self._keys, self._values, self._positions)
@@ -249,7 +285,7 @@ class StreamedRows(Layout):
         return self.fetched().expanded_heads(groups)
 
     def shared(self) -> StreamedRows:
-        self._ring.settle()
+        self.ring.settle()
         twin = copy.copy(self)
         twin._keys, twin._values, twin._positions = (
             part.shared() for part in (self._keys, self._values, self._positions)
@@ -326,7 +362,7 @@ class StreamedSlots:
     """
 
     def __init__(self, part: HostPart, tail: Tensor, waiting: Tensor, width: int, ring: Ring):
-        self._part, self._tail, self._waiting, self._width, self._ring = part, tail, waiting, width, ring
+        self._part, self._tail, self._waiting, self._width, self.ring = part, tail, waiting, width, ring
         self.shape = torch.Size((waiting.numel() * width, tail.shape[3]))
         self.device = tail.device
 
@@ -336,9 +372,9 @@ class StreamedSlots:
 
     def at(self, index: Tensor) -> Tensor:
         """Rows `index` [batch, heads, n] of every head: [batch, heads, n, dim], zeros where it has none."""
-        rows = self._part.at(index, self._tail, self._waiting)
-        self._ring.lend(self._part.tensors())
-        self._ring.sent += rows.nbytes
+        rows = self._part.at(index, self._tail, counted(self._waiting, self.device))
+        self.ring.lend(self._part.tensors())
+        self.ring.sent += rows.nbytes
         return rows
 
     def __getitem__(self, slots: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvfoundry.codecs.base import Encoded, Parts
 from kvfoundry.kernels.available import without_triton
+from kvfoundry.kernels.coded_decode import Codes
 from kvfoundry.layouts.base import Reading, Stretches
 from kvfoundry.layouts.coded import CodedRows
 from kvfoundry.layouts.host import HostPart, counted
@@ -165,6 +166,11 @@ class StreamedCodes(CodedRows):
         sides = (self.keys, self.values)
         return [(i, name, part) for i, side in enumerate(sides) for name, part in side.hosted.items()]
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether rows are in groups of tokens that have lost some, which no kernel reads."""
+        return any(kind == _BLOCK_OF for _, (kind, _), _ in self._hosted)
+
     # The units of the ring.
 
     @property
@@ -181,6 +187,52 @@ class StreamedCodes(CodedRows):
         row, heads = self._units[unit]
         hosted = (part for _, _, part in self._hosted)
         return sum(part.copy_to(row, heads, target) for part, target in zip(hosted, parts, strict=True))
+
+    # What stays on the host while newer rows are elsewhere.
+
+    @property
+    def ring(self) -> Ring:
+        """The ring of the device on which the rows are read."""
+        return self.keys.ring
+
+    @property
+    def stored(self) -> Tensor:
+        """Rows of every head in codes on the host: [batch, heads], on the CPU."""
+        return self.keys.counts
+
+    @property
+    def spans(self) -> list[tuple[int, slice]]:
+        """The batch row and the heads of every unit."""
+        return self._units
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a value."""
+        return self.values.tail.shape[3]
+
+    @property
+    def newest(self) -> CodedRows:
+        """The rows that wait on the device, as coded rows without any code."""
+        keys, values = (
+            CodedSide(
+                side.codec, side.rotation, side.first, side.tail, side.firsts, torch.zeros_like(side.counts),
+                side.tails, torch.zeros_like(side.blocks), {}, {}, side.fixed, None,
+            )
+            for side in (self.keys, self.values)
+        )  # fmt: skip
+        waiting = self.keys.tails
+        return CodedRows(self.codec, keys, values, self._positions[:, :, : int(waiting.max())], waiting, self._dtype)
+
+    def codes_from(self, parts: list[Tensor]) -> tuple[Codes, Codes]:
+        """Keys and values of a unit as kernels take them; parts: as `fill` has filled them."""
+        sides: list[dict[str, Tensor]] = [{}, {}]
+        for (number, (_, name), _), part in zip(self._hosted, parts, strict=True):
+            sides[number][name] = part[None]
+        keys, values = (
+            codes_of(side.codec, found["codes"], found["scale"], found.get("minimum"))
+            for side, found in zip((self.keys, self.values), sides, strict=True)
+        )
+        return keys, values
 
     def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
         if not self._hosted:  # nothing is written down yet
@@ -220,8 +272,7 @@ class StreamedCodes(CodedRows):
         """The kernel that reads these codes, None where there is none."""
         if query.shape[2] > 1 or reading.unread_distance is not None or without_triton(query.device) is not None:
             return None
-        apart = any(kind == _BLOCK_OF for _, (kind, _), _ in self._hosted)
-        refused = apart or codec_refusal(self.codec) is not None or coded_refusal(self) is not None
+        refused = self.is_apart or codec_refusal(self.codec) is not None or coded_refusal(self) is not None
         return None if refused else _fused()
 
     def _read_by(self, kernel: Any) -> Any:
@@ -231,19 +282,12 @@ class StreamedCodes(CodedRows):
             row: int, heads: slice, parts: list[Tensor], query: Tensor, query_positions: Tensor, reading: Reading
         ) -> Tensor:
             one = slice(row, row + 1)
-            sides: list[dict[str, Tensor]] = [{}, {}]
-            for (number, (_, name), _), part in zip(self._hosted, parts, strict=True):
-                sides[number][name] = part[None]
-            keys, values = (
-                codes_of(side.codec, found["codes"], found["scale"], found.get("minimum"))
-                for side, found in zip((self.keys, self.values), sides, strict=True)
-            )
             rotation = self.codec.rotation
             counts, tails = (
                 counted(side[one, heads], query.device, torch.int32) for side in (self.keys.counts, self.keys.tails)
             )
             output: Tensor = kernel.attend(
-                query if rotation is None else rotation.turn(query), keys, values, counts,
+                query if rotation is None else rotation.turn(query), *self.codes_from(parts), counts,
                 self.keys.tail[one, heads], self.values.tail[one, heads], tails,
                 tail_query=None if rotation is None else query,
                 scaling=reading.scaling, softcap=reading.softcap, sinks=reading.sinks,
