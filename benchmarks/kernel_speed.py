@@ -475,10 +475,7 @@ def run_rows(board: Board) -> None:
             continue
         for rows in (32, 32768):
             moved = HEADS * rows * DIM * 2
-            for name, way in (
-                (f"encode 2 bits along {along}", encode),
-                (f"encode 2 bits along {along}, torch", encode_naive),
-            ):
+            for suffix, way in (("", encode), (", torch", encode_naive)):
 
                 def make(rows: int = rows, along: str = along, group: int = group, way: Any = way) -> Call:
                     source = random(1, 1, HEADS * rows, DIM)
