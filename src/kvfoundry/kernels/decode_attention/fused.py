@@ -7,6 +7,8 @@ lengths, starts, positions and page tables change in place.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,7 @@ def _parts(
     counts,
     parts,
     part_lse,
+    kept,
     wanted,
     heads_total,
     stored_heads,
@@ -60,6 +63,7 @@ def _parts(
     p_head,
     qp_batch,
     table_width,
+    kept_width,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     M: tl.constexpr,
@@ -75,6 +79,7 @@ def _parts(
     WINDOW: tl.constexpr,
     MOST: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    KEPT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -147,6 +152,9 @@ def _parts(
         if WINDOW > 0:
             seen = seen & (at[None, :] > own[:, None] - WINDOW)
         logits = tl.where(seen, logits, float("-inf"))
+        if KEPT:
+            kept_at = kept + (owner.to(tl.int64) * (GROUP * QUERIES) + m)[:, None] * kept_width + row[None, :]
+            tl.store(kept_at, logits, mask=real[:, None] & there[None, :])
         weights, peak, total, fade = online(logits, peak, total)
         v = tl.load(
             v_base + row[:, None] * v_row + dv[None, :],
@@ -220,9 +228,75 @@ def launch(
     pages: [batch, heads, widest] int32 page numbers with -1 for none; counts: [batch, heads] int32 entries to look at;
     page: rows of a page, 0 where there are none.
     """
+    batch, query_heads, queries, _ = query.shape
+    output = query.new_empty(batch, query_heads, queries, values.shape[-1])
+    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device) if return_lse else None
+    parts = cut(
+        query,
+        keys,
+        values,
+        lengths,
+        scaling=scaling,
+        starts=starts,
+        positions=positions,
+        query_positions=query_positions,
+        softcap=softcap,
+        window=window,
+        tuning=tuning,
+        pages=pages,
+        counts=counts,
+        page=page,
+    )
+    join(
+        parts.output,
+        parts.lse,
+        counts if counts is not None else lengths,
+        output,
+        lse,
+        sinks,
+        wanted=parts.wanted,
+        block=tuning.block,
+        scale=max(1, page),
+        most=parts.most,
+    )
+    return output if lse is None else (output, lse)
+
+
+class Parts(NamedTuple):
+    """What the first launch leaves: `splitting.join` takes these. most: rows of a head that were read, 0 for all."""
+
+    output: Tensor
+    lse: Tensor
+    wanted: int
+    most: int
+
+
+def cut(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    scaling: float,
+    starts: Tensor | None = None,
+    positions: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    tuning: Tuning = DEFAULT,
+    pages: Tensor | None = None,
+    counts: Tensor | None = None,
+    page: int = 0,
+    logits: Tensor | None = None,
+) -> Parts:
+    """The first of two launches; arguments as of `launch`.
+
+    logits: contiguous float32 [batch, query_heads, queries, capacity], filled with what every query gives every row
+    before the softmax: scaled, capped, times log2(e); a head's own rows alone are written.
+    """
     batch, query_heads, queries, key_dim = query.shape
     heads, value_dim = lengths.shape[1], values.shape[-1]
-    check_device(query, keys, values, lengths, starts, positions, query_positions, sinks, pages, counts)
+    check_device(query, keys, values, lengths, starts, positions, query_positions, pages, counts, logits)
     _check(query, keys, values, lengths, starts, positions, query_positions)
     group = query_heads // heads
     wanted = multiprocessors(query.device) * tuning.programs
@@ -230,8 +304,6 @@ def launch(
     # consecutive tokens: rows that no query's window reaches need not be read
     most = window + queries - 1 if window is not None and positions is None and page == 0 else 0
     parts, part_lse = part_buffers(programs, group * queries, value_dim, query.device)
-    output = query.new_empty(batch, query_heads, queries, value_dim)
-    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device) if return_lse else None
     ragged = starts is not None
     flat_positions = positions is not None and positions.dim() == 1
     _parts[(programs,)](
@@ -246,6 +318,7 @@ def launch(
         counts if counts is not None else lengths,
         parts,
         part_lse,
+        logits if logits is not None else part_lse,
         wanted,
         batch * heads,
         heads,
@@ -258,6 +331,7 @@ def launch(
         0 if positions is None or flat_positions or positions.shape[1] == 1 else positions.stride(1),
         query_positions.stride(0) if query_positions is not None else 0,
         pages.shape[2] if pages is not None else 0,
+        logits.shape[3] if logits is not None else 0,
         GROUP=group,
         QUERIES=queries,
         M=next_power(group * queries, 16),
@@ -273,23 +347,12 @@ def launch(
         WINDOW=window or 0,
         MOST=most,
         SOFTCAP=softcap is not None,
+        KEPT=logits is not None,
         PRECISION=dot_precision(query.dtype),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )
-    join(
-        parts,
-        part_lse,
-        counts if counts is not None else lengths,
-        output,
-        lse,
-        sinks,
-        wanted=wanted,
-        block=tuning.block,
-        scale=max(1, page),
-        most=most,
-    )
-    return output if lse is None else (output, lse)
+    return Parts(parts, part_lse, wanted, most)
 
 
 def _check(
