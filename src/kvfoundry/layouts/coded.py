@@ -72,7 +72,7 @@ class CodedRows(Layout):
             codec,
             CodedSide.of(codec.keys, codec.rotation, owned(view.keys), lengths, fixed_keys),
             CodedSide.of(codec.values, None, owned(view.values), lengths, fixed_values),
-            owned(_narrowed(view.positions)),
+            owned(_narrowed(view.positions, lengths)),
             lengths,
             view.keys.dtype,
             {name: owned(column) for name, column in view.columns.items()},
@@ -237,10 +237,12 @@ class CodedRows(Layout):
         )
 
 
-def _narrowed(positions: Tensor) -> Tensor:
-    """The positions in the narrowest type; the device is not asked where they are in it already."""
-    narrow = positions.dtype == torch.int16
-    return positions if narrow else positions.to(position_dtype(int(positions.max())))
+def _narrowed(positions: Tensor, lengths: Tensor) -> Tensor:
+    """The positions in the narrowest type; the device is only asked where they are if that could change it."""
+    longest = int(lengths.max()) if lengths.numel() else 0
+    if positions.dtype == position_dtype(longest - 1):  # the last of so many rows is no earlier token
+        return positions
+    return positions.to(position_dtype(int(positions.max())))
 
 
 class DecodedView(RowsView):

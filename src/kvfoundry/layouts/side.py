@@ -326,9 +326,10 @@ class CodedSide:
 
     def _whole_blocks(self, start: int, stop: int, dtype: torch.dtype, positions: Tensor) -> Tensor:
         block, device = self.codec.block, self.tail.device
-        slots = self._starts.to(device)[..., None] + torch.arange(start, stop, device=device)
+        first, first_block = (part.to(device, non_blocking=True) for part in (self._starts, self._block_starts))
+        slots = first[..., None] + torch.arange(start, stop, device=device)
         rows = {name: tensor.unflatten(2, (-1, block)) for name, tensor in self._entries(slots).items()}
-        at = self._block_starts.to(device)[..., None] + torch.arange(start // block, stop // block, device=device)
+        at = first_block[..., None] + torch.arange(start // block, stop // block, device=device)
         tables = {name: tensor[at][:, :, :, None] for name, tensor in self.tables.items()}
         fixed = {name: tensor[:, :, None, None] for name, tensor in self.fixed.items()}
         where = positions.expand(*self.counts.shape, -1).unflatten(2, (-1, block))

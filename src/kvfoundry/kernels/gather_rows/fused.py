@@ -90,7 +90,7 @@ def rectangle(rows: Rows, slots: Tensor) -> Rows:
 def stretches(rows: Rows, slots: Tensor, counts: Tensor) -> Rows:
     """As `naive.stretches`; the last dimension of rows is dense."""
     flat = counts.flatten()
-    return _launched(rows, slots, (int(flat.sum()),), (flat.cumsum(0) - flat).to(slots.device))
+    return _launched(rows, slots, (int(flat.sum()),), (flat.cumsum(0) - flat).to(slots.device, non_blocking=True))
 
 
 @launches
