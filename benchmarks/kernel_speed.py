@@ -39,6 +39,7 @@ from kvfoundry.kernels.page_selection import fused as selection
 from kvfoundry.kernels.page_selection import naive as selection_naive
 from kvfoundry.kernels.paged_attention import fused as paged
 from kvfoundry.kernels.paged_attention import naive as paged_naive
+from kvfoundry.kernels.prefill_attention import columns, forward
 from kvfoundry.kernels.prefill_attention import fused as prefill
 from kvfoundry.kernels.prefill_attention import naive as prefill_naive
 from kvfoundry.kernels.triton_support import Tuning, triton
@@ -497,7 +498,7 @@ def run_prefill(board: Board) -> None:
     if not all(passed):
         return
     shapes: dict[str, tuple[Tuning, Tuning, int, int]] = {
-        "default": (prefill.FORWARD, prefill.COLUMNS, prefill.QUERY_BLOCK, prefill.COLUMN_QUERY_BLOCK),
+        "default": (forward.FORWARD, columns.COLUMNS, forward.QUERY_BLOCK, columns.QUERY_BLOCK),
         "128 rows": (Tuning(128, 8, 2), Tuning(128, 8, 3), 128, 128),
         "4 warps": (Tuning(64, 4, 3), Tuning(64, 4, 3), 64, 64),
         "4 warps, 2 stages": (Tuning(128, 8, 3), Tuning(128, 4, 2), 128, 64),
@@ -526,7 +527,7 @@ def run_prefill(board: Board) -> None:
                 seconds = timed(
                     board,
                     [
-                        lambda q=query, k=key, v=value, t=first, b=block: prefill.forward(
+                        lambda q=query, k=key, v=value, t=first, b=block: forward.forward(
                             q, k, v, scaling=SCALING, tuning=t, query_block=b
                         )
                     ],
@@ -535,11 +536,11 @@ def run_prefill(board: Board) -> None:
                 board.figure(
                     f"prefill forward, {name}", 1, rows, seconds, moved, over_sdpa=seconds / base, **flops(seconds)
                 )
-                _, lse = prefill.forward(query, key, value, scaling=SCALING)
+                _, lse = forward.forward(query, key, value, scaling=SCALING)
                 seconds = timed(
                     board,
                     [
-                        lambda q=query, k=key, s=lse, t=second, b=column_block: prefill.column_sums(
+                        lambda q=query, k=key, s=lse, t=second, b=column_block: columns.column_sums(
                             q, k, s, scaling=SCALING, last=64, tuning=t, query_block=b
                         )
                     ],

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvfoundry.errors import KVFoundryError
-from kvfoundry.kernels.splitting import find_part, join, online, part_buffers, share_out, soften, store_part
+from kvfoundry.kernels.splitting import find_part, join, part_buffers, share_out, store_part
+from kvfoundry.kernels.tiles import logits_of, taken_in
 from kvfoundry.kernels.triton_support import (
     Tuning,
     check_device,
@@ -104,7 +105,6 @@ def _parts(
 
     m = tl.arange(0, M)
     dk = tl.arange(0, DK)
-    dv = tl.arange(0, DV)
     real = m < GROUP * QUERIES
     number = m // GROUP
     q_at = query + batch * q_batch + (head * GROUP + m % GROUP)[:, None] * q_head + number[:, None] * q_query
@@ -137,12 +137,9 @@ def _parts(
         else:
             row = skipped + n
             there = n < stop
-        k = tl.load(
-            k_base + row[None, :] * k_row + dk[:, None],
-            mask=there[None, :] & (dk < KEY_DIM)[:, None],
-            other=0.0,
-        )
-        logits = soften(tl.dot(q, k, input_precision=PRECISION), scaling, softcap, SOFTCAP)
+        logits = logits_of(
+            q, k_base, row, there, k_row, scaling, softcap, True, KEY_DIM, DK, SOFTCAP, PRECISION
+        )  # fmt: skip
         if POSITIONS:
             at = tl.load(p_base + row, mask=there, other=-1).to(tl.int32)
             seen = (at >= 0)[None, :] & (at[None, :] <= own[:, None])
@@ -155,13 +152,9 @@ def _parts(
         if KEPT:
             kept_at = kept + (owner.to(tl.int64) * (GROUP * QUERIES) + m)[:, None] * kept_width + row[None, :]
             tl.store(kept_at, logits, mask=real[:, None] & there[None, :])
-        weights, peak, total, fade = online(logits, peak, total)
-        v = tl.load(
-            v_base + row[:, None] * v_row + dv[None, :],
-            mask=there[:, None] & (dv < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        acc, peak, total = taken_in(
+            acc, peak, total, logits, v_base, row, there, v_row, True, VALUE_DIM, DV, PRECISION
+        )  # fmt: skip
     store_part(parts, part_lse, program, acc, peak, total, GROUP * QUERIES, M, VALUE_DIM, DV)
 
 
