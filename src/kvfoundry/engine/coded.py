@@ -1,7 +1,7 @@
 """Codes in the engine: old rows in static buffers of codes, the newest whole in front of them, in rows that stay.
 
 A step reads codes and whole rows in one pass and stores its row behind the whole ones. Rows are written down between
-steps, at the interval that the codec states (its `stride`), outside the graph and by the codec itself: the codes are
+steps, at the interval that the codec states (its `stride`), outside the graph and as the codec does it: the codes are
 bit for bit those of the plain path.
 """
 
@@ -107,8 +107,9 @@ class Coded:
         if not bool(due.any()):
             return
         self._waiting[due] -= stride
-        tail, everywhere, here = self.tail, bool(due.all()), due.to(self.count.device)
-        at = self.count if everywhere else self.count.where(here, -1)
+        # Mostly all heads are due at once: then nothing is carried to the device.
+        tail, here = self.tail, None if bool(due.all()) else due.to(self.count.device, non_blocking=True)
+        at = self.count if here is None else self.count.where(here, -1)
         for codes, flat in ((self.keys, tail.keys), (self.values, tail.values)):
             waiting = tail.rectangle(flat)
             oldest = waiting[:, :, :stride]
@@ -116,8 +117,8 @@ class Coded:
                 oldest = self.codec.rotation.turn(oldest)
             encode(oldest, codes, at)
             front, behind = waiting[:, :, :-stride], waiting[:, :, stride:]
-            front.copy_(behind.clone() if everywhere else torch.where(here[..., None, None], behind, front))
-        written = here * stride
+            front.copy_(behind.clone() if here is None else torch.where(here[..., None, None], behind, front))
+        written = stride if here is None else here * stride
         self.count += written
         tail.lengths -= written
         tail.slots.copy_(tail.lengths)
