@@ -70,7 +70,7 @@ def setting(name: str) -> Setting:
         return Setting(config, torch.float32, ((1, 64), (1, 256), (4, 128)), (1, 640), (1, 64), (2, 200))
     config = KNOWN[name]()
     config.max_position_embeddings = 262144
-    full = ((1, 8192), (1, 32768), (1, 131072), (8, 32768))
+    full = ((1, QUEST), (1, 8192), (1, 32768), (1, 131072), (8, 32768))
     return Setting(config, torch.bfloat16, full, (1, 131072), (1, 8192), (2, 2000))
 
 

@@ -30,6 +30,7 @@ from kvfoundry.kernels.coded_decode import fused as coded_decode
 from kvfoundry.kernels.coded_decode import naive as coded_decode_naive
 from kvfoundry.kernels.decode_attention import fused as decode
 from kvfoundry.kernels.decode_attention import naive as decode_naive
+from kvfoundry.kernels.encode_rows import Form
 from kvfoundry.kernels.encode_rows import fused as encode
 from kvfoundry.kernels.encode_rows import naive as encode_naive
 from kvfoundry.kernels.gather_rows import fused as gather
@@ -38,6 +39,7 @@ from kvfoundry.kernels.page_selection import fused as selection
 from kvfoundry.kernels.page_selection import naive as selection_naive
 from kvfoundry.kernels.paged_attention import fused as paged
 from kvfoundry.kernels.paged_attention import naive as paged_naive
+from kvfoundry.kernels.prefill_attention import columns, forward
 from kvfoundry.kernels.prefill_attention import fused as prefill
 from kvfoundry.kernels.prefill_attention import naive as prefill_naive
 from kvfoundry.kernels.triton_support import Tuning, triton
@@ -443,23 +445,27 @@ def run_coded(board: Board) -> None:
 
 def run_rows(board: Board) -> None:
     """Gather of a tenth of the rows; encoding of a whole prompt and of one group."""
-    keys, values = random(1, HEADS, 4096, DIM), random(1, HEADS, 4096, DIM)
-    slots = gather_naive.kept_slots(torch.rand(1, HEADS, 4096, device=DEVICE) < 0.1, 600)
-    outs = [[torch.zeros(1, HEADS, 600, DIM, device=DEVICE, dtype=DTYPE) for _ in range(2)] for _ in range(2)]
-    gather.gather(keys, values, slots, *outs[0])
-    gather_naive.gather(keys, values, slots, *outs[1])
-    right = board.gate("gather", float(sum((a != b).sum() for a, b in zip(*outs, strict=True))), 0.0)
-    if right:
+    keys, rows_of = random(1, HEADS, 4096, DIM), gather_naive.Rows
+
+    def a_tenth(rows: int) -> Tensor:
+        return torch.rand(1, HEADS, rows, device=DEVICE).argsort(dim=-1)[..., : rows // 10].sort(dim=-1).values
+
+    def positions(rows: int) -> Tensor:
+        return torch.arange(rows, dtype=torch.int32, device=DEVICE).expand(1, 1, -1)
+
+    some, slots = rows_of(keys, random(1, HEADS, 4096, DIM), positions(4096)), a_tenth(4096)
+    pairs = zip(gather.rectangle(some, slots), gather_naive.rectangle(some, slots), strict=True)
+    if board.gate("gather", float(sum((a != b).sum() for a, b in pairs)), 0.0):
         for rows in (32768, 131072):
-
-            def make(rows: int = rows) -> Call:
-                keys, values = random(1, HEADS, rows, DIM), random(1, HEADS, rows, DIM)
-                slots = gather_naive.kept_slots(torch.rand(1, HEADS, rows, device=DEVICE) < 0.1, rows // 8)
-                out = [random(1, HEADS, rows // 8, DIM) for _ in range(2)]
-                return lambda: gather.gather(keys, values, slots, *out)
-
             moved = 2 * cache_bytes(1, rows // 10)
-            board.figure("gather, a tenth", 1, rows, timed(board, cold(make, moved)), moved)
+            for name, way in (("gather, a tenth", gather), ("gather, a tenth, torch", gather_naive)):
+
+                def make(rows: int = rows, way: Any = way) -> Call:
+                    source = rows_of(random(1, HEADS, rows, DIM), random(1, HEADS, rows, DIM), positions(rows))
+                    slots = a_tenth(rows)
+                    return lambda: way.rectangle(source, slots)
+
+                board.figure(name, 1, rows, timed(board, cold(make, moved)), moved)
     at = torch.zeros(1, HEADS, dtype=torch.int32, device=DEVICE)
     for along, group in (("tokens", 32), ("channels", 32)):
         ours, theirs = (code_buffers(1, 4096, 2, along, group) for _ in range(2))
@@ -469,13 +475,15 @@ def run_rows(board: Board) -> None:
         if not board.gate(f"encode along {along}", float(different), 0.0):
             continue
         for rows in (32, 32768):
-
-            def make(rows: int = rows, along: str = along, group: int = group) -> Call:
-                source, into = random(1, HEADS, rows, DIM), code_buffers(1, rows, 2, along, group)
-                return lambda: encode.encode(source, into, at)
-
             moved = HEADS * rows * DIM * 2
-            board.figure(f"encode 2 bits along {along}", 1, rows, timed(board, cold(make, moved)), moved)
+            for suffix, way in (("", encode), (", torch", encode_naive)):
+
+                def make(rows: int = rows, along: str = along, group: int = group, way: Any = way) -> Call:
+                    source = random(1, 1, HEADS * rows, DIM)
+                    form = Form(2, group, along, "asymmetric", DIM)  # type: ignore[arg-type]
+                    return lambda: way.encoded(source, form)
+
+                board.figure(f"encode 2 bits along {along}{suffix}", 1, rows, timed(board, cold(make, moved)), moved)
 
 
 def run_prefill(board: Board) -> None:
@@ -490,7 +498,7 @@ def run_prefill(board: Board) -> None:
     if not all(passed):
         return
     shapes: dict[str, tuple[Tuning, Tuning, int, int]] = {
-        "default": (prefill.FORWARD, prefill.COLUMNS, prefill.QUERY_BLOCK, prefill.COLUMN_QUERY_BLOCK),
+        "default": (forward.FORWARD, columns.COLUMNS, forward.QUERY_BLOCK, columns.QUERY_BLOCK),
         "128 rows": (Tuning(128, 8, 2), Tuning(128, 8, 3), 128, 128),
         "4 warps": (Tuning(64, 4, 3), Tuning(64, 4, 3), 64, 64),
         "4 warps, 2 stages": (Tuning(128, 8, 3), Tuning(128, 4, 2), 128, 64),
@@ -519,7 +527,7 @@ def run_prefill(board: Board) -> None:
                 seconds = timed(
                     board,
                     [
-                        lambda q=query, k=key, v=value, t=first, b=block: prefill.forward(
+                        lambda q=query, k=key, v=value, t=first, b=block: forward.forward(
                             q, k, v, scaling=SCALING, tuning=t, query_block=b
                         )
                     ],
@@ -528,11 +536,11 @@ def run_prefill(board: Board) -> None:
                 board.figure(
                     f"prefill forward, {name}", 1, rows, seconds, moved, over_sdpa=seconds / base, **flops(seconds)
                 )
-                _, lse = prefill.forward(query, key, value, scaling=SCALING)
+                _, lse = forward.forward(query, key, value, scaling=SCALING)
                 seconds = timed(
                     board,
                     [
-                        lambda q=query, k=key, s=lse, t=second, b=column_block: prefill.column_sums(
+                        lambda q=query, k=key, s=lse, t=second, b=column_block: columns.column_sums(
                             q, k, s, scaling=SCALING, last=64, tuning=t, query_block=b
                         )
                     ],

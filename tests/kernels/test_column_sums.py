@@ -16,9 +16,9 @@ from kvfoundry.visibility import Visibility, WindowRule
 
 
 def tunings(device: torch.device) -> dict[str, Any]:
-    from kvfoundry.kernels.prefill_attention import fused
+    from kvfoundry.kernels.prefill_attention.columns import COLUMNS
 
-    return {} if device.type == "cuda" else {"tuning": replace(fused.COLUMNS, block=16), "query_block": 16}
+    return {} if device.type == "cuda" else {"tuning": replace(COLUMNS, block=16), "query_block": 16}
 
 
 def prompt(device: torch.device, dtype: torch.dtype = torch.float32, dim: int = 64) -> tuple[torch.Tensor, ...]:

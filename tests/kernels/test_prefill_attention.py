@@ -26,6 +26,8 @@ def check(
     **terms: Any,
 ) -> None:
     from kvfoundry.kernels.prefill_attention import fused
+    from kvfoundry.kernels.prefill_attention.columns import COLUMNS
+    from kvfoundry.kernels.prefill_attention.forward import FORWARD
 
     query = torch.randn(batch, heads * group, queries, dim, device=device, dtype=dtype)
     key, value = (torch.randn(batch, heads, rows, dim, device=device, dtype=dtype) for _ in range(2))
@@ -33,8 +35,8 @@ def check(
     tunings: dict[str, Any] = {}
     if device.type != "cuda":
         tunings = {
-            "forward_tuning": replace(fused.FORWARD, block=16),
-            "columns_tuning": replace(fused.COLUMNS, block=16),
+            "forward_tuning": replace(FORWARD, block=16),
+            "columns_tuning": replace(COLUMNS, block=16),
             "query_block": 16,
             "column_query_block": 16,
         }
@@ -85,7 +87,7 @@ def test_positions_and_padding(device: torch.device, shared: bool) -> None:
 )
 def test_queries_here_and_there(device: torch.device, chosen: list[list[int]]) -> None:
     from kvfoundry.kernels.attention.span import Span
-    from kvfoundry.kernels.prefill_attention import fused
+    from kvfoundry.kernels.prefill_attention.forward import FORWARD, forward
 
     columns = max(map(len, chosen))
     own = torch.tensor([one + [-1] * (columns - len(one)) for one in chosen])
@@ -95,8 +97,8 @@ def test_queries_here_and_there(device: torch.device, chosen: list[list[int]]) -
     at = torch.arange(70, device=device).expand(2, 1, 70).clone()
     at[1, 0, int(max(chosen[1])) + 1 :] = -1  # a shorter text
     places = dict(query_positions=own.to(device), key_positions=at)
-    tuning = fused.FORWARD if device.type == "cuda" else replace(fused.FORWARD, block=16)
-    found, _ = fused.forward(query, key, value, scaling=0.2, span=span, tuning=tuning, query_block=16, **places)
+    tuning = FORWARD if device.type == "cuda" else replace(FORWARD, block=16)
+    found, _ = forward(query, key, value, scaling=0.2, span=span, tuning=tuning, query_block=16, **places)
     expected = naive.attend(query, key, value, scaling=0.2, **places).output
     for row, one in enumerate(chosen):
         assert_near(found[row, :, : len(one)], expected[row, :, : len(one)], torch.float32)

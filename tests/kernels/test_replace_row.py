@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from near import assert_near
 
-from kvfoundry.kernels.decode_attention import naive as attention
 from kvfoundry.kernels.replace_row import naive
 
 
@@ -24,6 +24,7 @@ from kvfoundry.kernels.replace_row import naive
 )
 def test_slots_and_sums_are_those_of_the_reference(options: dict[str, Any], device: torch.device) -> None:
     from kvfoundry.kernels.replace_row import fused
+    from kvfoundry.kernels.triton_support import Tuning
 
     options = dict(options)
     last, ties, dtype = options.pop("last", False), options.pop("ties", False), options.pop("dtype", torch.float32)
@@ -42,22 +43,22 @@ def test_slots_and_sums_are_those_of_the_reference(options: dict[str, Any], devi
     position = torch.full((batch,), width - 1, device=device)
     capacities = torch.full_like(lengths, width)
     recent, first = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([3, 6], [2, 0]))
-    lse = attention.attend(
-        query, keys, keys, lengths, scaling=0.3, sinks=sinks, softcap=options.get("softcap"), return_lse=True
-    )[1]
+    values = torch.randn(batch, heads, width, 20, generator=generator).to(device, dtype)
     results = []
     for module in (naive, fused):
         sums = None if last else torch.rand(batch, heads, width, generator=generator.manual_seed(2)).to(device)
         if ties and sums is not None:
             sums.zero_()
         slots = torch.full_like(lengths, 99)
+        tiles = {} if module is naive else {"block": 16, "tuning": Tuning(block=16, warps=4, stages=1)}
         for _ in range(2):
-            module.choose(
-                query, keys, positions, sums, position, slots=slots, lengths=lengths, capacities=capacities,
-                recent=recent, first=first, scaling=0.3, sinks=sinks, lse=lse, **options,
+            output = module.attend(
+                query, keys, values, positions, sums, position, slots=slots, lengths=lengths, capacities=capacities,
+                recent=recent, first=first, scaling=0.3, sinks=sinks, **options, **tiles,
             )  # fmt: skip
-        results.append((slots, sums))
-    (expected, wanted), (found, received) = results
+        results.append((slots, sums, output))
+    (expected, wanted, attended), (found, received, output) = results
+    assert_near(output, attended, dtype)
     assert torch.equal(found, expected)
     if wanted is not None:
         inside = torch.arange(width, device=device) < lengths[..., None]

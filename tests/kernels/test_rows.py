@@ -12,33 +12,60 @@ from kvfoundry.errors import KVFoundryError
 from kvfoundry.kernels.coded_decode import Codes
 from kvfoundry.kernels.encode_rows import naive as encoding
 from kvfoundry.kernels.gather_rows import naive as gathering
+from kvfoundry.layer import CacheLayer
+from kvfoundry.layouts import CodedRows, side
+from kvfoundry.method import Method
+from kvfoundry.prompt import Prompt
+from kvfoundry.prompt_mask import PromptMask
 
 
-def test_gather_dense_and_flat(device: torch.device) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_gather_into_rectangles_and_stretches(shared: bool, device: torch.device) -> None:
     from kvfoundry.kernels.gather_rows import fused
 
-    keys = torch.randn(2, 2, 50, 80, device=device).bfloat16()
+    keys = torch.randn(2, 2, 60, 80, device=device).bfloat16()[:, :, :50]
     values = torch.randn(2, 2, 50, 64, device=device).bfloat16()
+    positions = torch.randperm(50, device=device).to(torch.int16).expand(2, 1 if shared else 2, 50).contiguous()
     keep = torch.rand(2, 2, 50, device=device) < 0.5
     keep[0, 1] = False
-    slots = gathering.kept_slots(keep, 50)
-    for row, head in ((row, head) for row in range(2) for head in range(2)):
-        expected = keep[row, head].nonzero()[:, 0]
-        assert torch.equal(slots[row, head, : expected.numel()].long(), expected)
-        assert (slots[row, head, expected.numel() :] == -1).all()
-    counts = keep.sum(dim=-1).flatten()
-    starts = (counts.cumsum(0) - counts).view(2, 2)
-    total = int(counts.sum())
-    for source, destination in ((None, None), (None, starts), (starts, None)):
-        results = []
-        for function in (gathering.gather, fused.gather):
-            rows = (keys, values) if source is None else (keys.flatten(0, 2), values.flatten(0, 2))
-            first = None if source is None else (torch.arange(4, device=device) * 50).view(2, 2)
-            shape = (2, 2, 60) if destination is None else (total,)
-            out = [torch.full((*shape, dim), 7.0, dtype=keys.dtype, device=device) for dim in (80, 64)]
-            function(*rows, slots, *out, starts=first, starts_out=destination)
-            results.append(out)
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    counts = keep.sum(dim=-1).cpu()
+    beyond = torch.arange(50, device=device).where(keep, 50).sort(dim=-1).values[..., : int(counts.max())]
+    slots = beyond.masked_fill(beyond == 50, -1)
+    rows = gathering.Rows(keys, values, positions)
+    for found, expected in (
+        (fused.rectangle(rows, slots), gathering.rectangle(rows, slots)),
+        (fused.stretches(rows, slots, counts), gathering.stretches(rows, slots, counts)),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    flat = gathering.stretches(rows, slots, counts)
+    assert torch.equal(flat.keys, keys[keep]) and torch.equal(flat.values, values[keep])
+    rectangle = gathering.rectangle(rows, slots)
+    assert (rectangle.positions == -1).sum() == (slots == -1).sum() and not rectangle.keys[0, 1].any()
+
+
+@pytest.mark.parametrize("spec", ["snapkv(budget=12, window=4)", "adakv(budget=12, window=4)"])
+def test_an_eviction_is_moved_by_the_kernel(spec: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvfoundry.kernels import gather_rows
+    from kvfoundry.kernels.gather_rows import fused
+
+    keys, values = (torch.randn(2, 2, 60, 32, device=device) for _ in range(2))
+    calls: list[int] = []
+    once = fused._launched
+
+    def counted(*arguments: Any) -> gathering.Rows:
+        calls.append(1)
+        return once(*arguments)
+
+    monkeypatch.setattr(fused, "_launched", counted)
+    results = []
+    for reason in ("not here", None):
+        monkeypatch.setattr(gather_rows, "without_triton", lambda _, reason=reason: reason)
+        layer = CacheLayer(Method.parse(spec), prompt=Prompt(60))
+        layer.step(keys, keys, values)
+        assert layer.rows is not None and int(layer.rows.lengths.float().mean()) == 12
+        results.append(list(layer.rows.tensors()))
+    assert len(calls) == 1
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def buffers(rows: torch.Tensor, bits: int, group: int, along: Any, mode: str, capacity: int = 64) -> Codes:
@@ -56,11 +83,11 @@ def check(device: torch.device, dim: int, dtype: torch.dtype, bits: int, group: 
 
     rows = torch.randn(2, 2, 32, dim, device=device).to(dtype)
     rows[0, 0, :16] = rows[0, 0, :1]  # groups of equal numbers
-    at = torch.tensor([[0, 16], [32, 0]], dtype=torch.int32, device=device)
+    at = torch.tensor([[0, 16], [32, -1]], dtype=torch.int32, device=device)
     ours, theirs = (buffers(rows, bits, group, along, mode) for _ in range(2))
     fused.encode(rows, ours, at)
     encoding.encode(rows, theirs, at)
-    assert theirs.codes.any()
+    assert theirs.codes.any() and not theirs.codes[1, 1].any()
     assert torch.equal(ours.codes, theirs.codes)
     assert torch.equal(ours.scale, theirs.scale)
     assert theirs.minimum is None or (ours.minimum is not None and torch.equal(ours.minimum, theirs.minimum))
@@ -101,3 +128,40 @@ def test_refusals(device: torch.device) -> None:
         fused.encode(rows, buffers(rows, 4, 24, "channels", "asymmetric"), at)
     with pytest.raises(KVFoundryError, match="got 3"):
         fused.encode(rows, replace(buffers(rows, 4, 16, "channels", "asymmetric"), bits=3), at)
+
+
+@pytest.mark.parametrize("spec", ["kivi(bits=2, residual=8, group=16)", "fp8(residual=0)", "int4(residual=4, group=8)"])
+def test_a_prompt_is_written_down_by_the_kernel(
+    spec: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads that are equally far, and a batch whose rows are not, in two calls and in pieces: the same bits."""
+    from kvfoundry.kernels import encode_rows
+    from kvfoundry.kernels.encode_rows import fused
+
+    monkeypatch.setattr(side, "_ENCODED_AT_ONCE", 64)
+    monkeypatch.setattr(side, "_GPU_BLOCKS", 1)
+    keys, values = (torch.randn(2, 2, 60, 32, device=device).bfloat16() for _ in range(2))
+    calls: list[int] = []
+    once = fused.encode
+
+    def counted(*arguments: Any) -> None:
+        calls.append(1)
+        once(*arguments)
+
+    monkeypatch.setattr(fused, "encode", counted)
+    for uneven in (False, True):
+        mask = torch.ones(2, 60, device=device)
+        mask[1, :7] = 0 if uneven else 1
+        results = []
+        for reason in ("not here", None):
+            monkeypatch.setattr(encode_rows, "without_triton", lambda _, reason=reason: reason)
+            calls.clear()
+            layer = CacheLayer(Method.parse(spec))
+            for part in (slice(0, 50), slice(50, 60)):
+                layer.update(keys[:, :, part], values[:, :, part])
+                layer.attend(keys[:, :, part], PromptMask(attention_mask=mask[:, : part.stop].bool()))
+            assert isinstance(layer.rows, CodedRows)
+            assert bool(calls) == (reason is None)
+            results.append(list(layer.rows.tensors()))
+        assert len(results[0]) == len(results[1]) and any(part.dtype == torch.uint8 for part in results[0])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from kvfoundry.codecs.base import Codec, Encoded, Parts, Site
-from kvfoundry.codecs.groups import in_groups
-
-_LARGEST = 448.0
+from kvfoundry.kernels.encode_rows import Form, encoded
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,8 @@ class Float8(Codec):
 
     def encode(self, rows: Tensor, positions: Tensor, fixed: Parts) -> Encoded:
         assert self.group is not None
-        groups = in_groups(rows, self.group)
-        # Rounding the scale down to the dtype of the rows must not push the largest number beyond 448: it is clamped.
-        scale = groups.abs().amax(dim=-1, keepdim=True) / _LARGEST
-        steps = groups.float() / torch.where(scale == 0, 1.0, scale.float())
-        codes = steps.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
-        return Encoded({"codes": codes.flatten(-2)[..., : self.dim].contiguous(), "scale": scale[..., 0]})
+        codes, scale, _ = encoded(rows, Form(8, self.group, "channels", "float8", rows.shape[-1]))
+        return Encoded({"codes": codes, "scale": scale})
 
     def decode(self, rows: Parts, tables: Parts, fixed: Parts, positions: Tensor, dtype: torch.dtype) -> Tensor:
         assert self.group is not None

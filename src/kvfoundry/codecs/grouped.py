@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Mode = Literal["asymmetric", "symmetric", "symmetric_full", "zero_point"]
@@ -47,6 +48,16 @@ class Quantized:
 def offset(bits: int, mode: Mode) -> int:
     """What is added to symmetric codes before they are stored."""
     return {"symmetric": 2 ** (bits - 1) - 1, "symmetric_full": 2 ** (bits - 1)}.get(mode, 0)
+
+
+def in_groups(rows: Tensor, group: int) -> Tensor:
+    """[..., dim] as [..., groups, group]. A shorter last group is filled up with its last number: same extremes."""
+    rest = -rows.shape[-1] % group
+    if rest:
+        filler = rows[..., -1:].expand(*rows.shape[:-1], rest)
+        rows = F.pad(rows, (0, rest))
+        rows[..., -rest:] = filler
+    return rows.unflatten(-1, (-1, group))
 
 
 def quantize(x: Tensor, bits: int, mode: Mode, dim: int) -> Quantized:

@@ -5,22 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch.nn.functional as F
 from torch import Tensor, dtype
 
 from kvfoundry.codecs.base import Codec, Encoded, Parts, Site
-from kvfoundry.codecs.grouped import Mode, dequantize, quantize
-from kvfoundry.codecs.packing import pack, unpack
-
-
-def in_groups(rows: Tensor, group: int) -> Tensor:
-    """[..., dim] as [..., groups, group]. A shorter last group is filled up with its last number: same extremes."""
-    rest = -rows.shape[-1] % group
-    if rest:
-        filler = rows[..., -1:].expand(*rows.shape[:-1], rest)
-        rows = F.pad(rows, (0, rest))
-        rows[..., -rest:] = filler
-    return rows.unflatten(-1, (-1, group))
+from kvfoundry.codecs.grouped import Mode, dequantize
+from kvfoundry.codecs.packing import unpack
+from kvfoundry.kernels.encode_rows import Form, encoded
 
 
 @dataclass(frozen=True)
@@ -51,10 +41,11 @@ class PerToken(Codec):
         )
 
     def encode(self, rows: Tensor, positions: Tensor, fixed: Parts) -> Encoded:
-        found = quantize(in_groups(rows, self.group), self.bits, self.mode, dim=-1)
-        parts = {"codes": pack(found.codes.flatten(-2)[..., : rows.shape[-1]], self.bits), "scale": found.scale[..., 0]}
-        if found.minimum is not None:
-            parts["minimum"] = found.minimum[..., 0]
+        form = Form(self.bits, self.group, "channels", self.mode, rows.shape[-1])
+        codes, scale, minimum = encoded(rows, form)
+        parts = {"codes": codes, "scale": scale}
+        if minimum is not None:
+            parts["minimum"] = minimum
         return Encoded(parts)
 
     def decode(self, rows: Parts, tables: Parts, fixed: Parts, positions: Tensor, dtype: dtype) -> Tensor:
@@ -104,11 +95,12 @@ class PerChannel(Codec):
         return PerChannel(self.bits, self.group, self.mode, self.waiting, self.together, site.head_dim)
 
     def encode(self, rows: Tensor, positions: Tensor, fixed: Parts) -> Encoded:
-        found = quantize(rows, self.bits, self.mode, dim=-2)
-        tables = {"scale": found.scale[..., 0, :]}
-        if found.minimum is not None:
-            tables["minimum"] = found.minimum[..., 0, :]
-        return Encoded({"codes": pack(found.codes, self.bits)}, tables)
+        form = Form(self.bits, self.group, "tokens", self.mode, rows.shape[-1])
+        codes, scale, minimum = encoded(rows, form)
+        tables = {"scale": scale[:, 0]}
+        if minimum is not None:
+            tables["minimum"] = minimum[:, 0]
+        return Encoded({"codes": codes}, tables)
 
     def decode(self, rows: Parts, tables: Parts, fixed: Parts, positions: Tensor, dtype: dtype) -> Tensor:
         codes = unpack(rows["codes"], self.bits, self.dim)

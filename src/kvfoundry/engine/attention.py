@@ -91,7 +91,7 @@ class TorchKernels:
 
 
 class TritonKernels:
-    """The fused kernels: one launch stores, two read, two choose, and nothing is asked of the host."""
+    """The fused kernels: one launch stores, two read, one more chooses, and nothing is asked of the host."""
 
     def __init__(self) -> None:
         from kvfoundry.kernels.coded_decode import fused as coded
@@ -114,16 +114,15 @@ class TritonKernels:
             return _read_both(self._decode, self._coded, step, rows, extra.coded, extra.hosted)
         if extra.coded is not None:
             return extra.coded.attend(self._coded, step.query, **_terms(step))
-        replacing = extra.replacing
-        found = self._decode.attend(
+        if extra.replacing is not None:
+            values = rows.rectangle(rows.values)
+            chosen: Tensor = self._replace.attend(step.query, values=values, **_choice(step, rows, extra.replacing))
+            return chosen
+        output = self._decode.attend(
             step.query, rows.keys, rows.values, rows.lengths, starts=rows.starts, scaling=step.scaling,
-            softcap=step.softcap, sinks=step.sinks, return_lse=replacing is not None,
+            softcap=step.softcap, sinks=step.sinks,
         )  # fmt: skip
-        if replacing is None:
-            assert isinstance(found, Tensor)
-            return found
-        output, lse = found
-        self._replace.choose(step.query, **_choice(step, rows, replacing), lse=lse)
+        assert isinstance(output, Tensor)
         return output
 
 

@@ -1,7 +1,7 @@
 """Codes in the engine: old rows in static buffers of codes, the newest whole in front of them, in rows that stay.
 
 A step reads codes and whole rows in one pass and stores its row behind the whole ones. Rows are written down between
-steps, at the interval that the codec states (its `stride`), outside the graph and by the codec itself: the codes are
+steps, at the interval that the codec states (its `stride`), outside the graph and as the codec does it: the codes are
 bit for bit those of the plain path.
 """
 
@@ -18,7 +18,7 @@ from kvfoundry.codecs.groups import PerChannel
 from kvfoundry.codecs.rotation import rotation_matrix
 from kvfoundry.engine.rows import Plan, StaticRows
 from kvfoundry.kernels.coded_decode import Codes
-from kvfoundry.kernels.encode_rows.naive import write
+from kvfoundry.kernels.encode_rows import encode
 from kvfoundry.layouts.base import Stretches
 from kvfoundry.layouts.coded import CodedRows
 from kvfoundry.layouts.kernel_codes import along_tokens, codes_of
@@ -108,20 +108,20 @@ class Coded:
         if not bool(due.any()):
             return
         self._waiting[due] -= stride
-        heads = due.flatten().nonzero()[:, 0].to(self.count.device)
-        count, tail = self.count.view(-1), self.tail
-        for codes, codec, flat in (
-            (self.keys, self.codec.keys, tail.keys),
-            (self.values, self.codec.values, tail.values),
-        ):
-            waiting = tail.rectangle(flat).flatten(0, 1)
-            oldest = waiting[heads, :stride]
+        # Mostly all heads are due at once: then nothing is carried to the device.
+        tail, here = self.tail, None if bool(due.all()) else due.to(self.count.device, non_blocking=True)
+        at = self.count if here is None else self.count.where(here, -1)
+        for codes, flat in ((self.keys, tail.keys), (self.values, tail.values)):
+            waiting = tail.rectangle(flat)
+            oldest = waiting[:, :, :stride]
             if codes is self.keys and self.codec.rotation is not None:
                 oldest = self.codec.rotation.turn(oldest)
-            write(oldest, codes, codec, heads, count[heads].long())
-            waiting[heads, :-stride] = waiting[heads, stride:]
-        count[heads] += stride
-        tail.lengths.view(-1)[heads] -= stride
+            encode(oldest, codes, at)
+            front, behind = waiting[:, :, :-stride], waiting[:, :, stride:]
+            front.copy_(behind.clone() if here is None else torch.where(here[..., None, None], behind, front))
+        written = stride if here is None else here * stride
+        self.count += written
+        tail.lengths -= written
         tail.slots.copy_(tail.lengths)
 
     def tensors(self) -> Iterator[Tensor]:

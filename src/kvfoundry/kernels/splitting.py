@@ -84,7 +84,17 @@ def store_part(
 
 
 @triton.jit
-def _join(
+def own_parts(splits, owner, KINDS: tl.constexpr, HEADS: tl.constexpr):
+    """(number of the first part, number of parts) of a stored head."""
+    index = tl.arange(0, HEADS)
+    first = tl.sum(tl.where(index < owner * KINDS, splits, 0), axis=0)
+    return first, tl.sum(tl.where(index // KINDS == owner, splits, 0), axis=0)
+
+
+@triton.jit
+def join_row(
+    owner,
+    row,
     parts,
     part_lse,
     rows,
@@ -110,16 +120,13 @@ def _join(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """One program per stored head and row (query, query head of the group): combine its parts, add the sink."""
-    owner = tl.program_id(0)
-    row = tl.program_id(1)
+    """Combine the parts of one row (query, query head of the group) of a stored head, add the sink."""
     index = tl.arange(0, HEADS)
     counts = tl.load(rows + index, mask=index < heads_total * KINDS, other=0) * SCALE
     if MOST > 0:
         counts = tl.minimum(counts, MOST)
     splits = share_out(counts, wanted, BLOCK)
-    first = tl.sum(tl.where(index < owner * KINDS, splits, 0), axis=0)
-    number = tl.sum(tl.where(index // KINDS == owner, splits, 0), axis=0)
+    first, number = own_parts(splits, owner, KINDS, HEADS)
     d = tl.arange(0, D)
     acc = tl.zeros([D], tl.float32)
     peak = float("-inf")
@@ -153,6 +160,64 @@ def _join(
         at_lse = (batch * stored_heads * GROUP + query_head) * QUERIES + query
         value = tl.where(total > 0.0, (peak + tl.log2(divisor)) * 0.6931471805599453, float("-inf"))
         tl.store(lse + at_lse, value)
+
+
+@triton.jit
+def _join(
+    parts,
+    part_lse,
+    rows,
+    sinks,
+    output,
+    lse,
+    wanted,
+    heads_total,
+    stored_heads,
+    out_batch,
+    out_head,
+    out_query,
+    SCALE: tl.constexpr,
+    MOST: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    DIM: tl.constexpr,
+    D: tl.constexpr,
+    KINDS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """One program per stored head and row."""
+    join_row(
+        tl.program_id(0),
+        tl.program_id(1),
+        parts,
+        part_lse,
+        rows,
+        sinks,
+        output,
+        lse,
+        wanted,
+        heads_total,
+        stored_heads,
+        out_batch,
+        out_head,
+        out_query,
+        SCALE,
+        MOST,
+        GROUP,
+        QUERIES,
+        DIM,
+        D,
+        KINDS,
+        HEADS,
+        BLOCK,
+        STEP,
+        HAS_SINKS,
+        HAS_LSE,
+    )
 
 
 def join(

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvfoundry.codecs.base import KVCodec, Parts
 from kvfoundry.errors import CacheStateError
 from kvfoundry.kernels import coded_attention
+from kvfoundry.kernels.gather_rows.naive import picked
 from kvfoundry.layouts.base import (
     Columns,
     Layout,
@@ -27,7 +28,7 @@ from kvfoundry.layouts.base import (
     split_groups,
     widened,
 )
-from kvfoundry.layouts.rectangles import appended, cut, gathered
+from kvfoundry.layouts.rectangles import appended, cut
 from kvfoundry.layouts.side import CodedSide
 
 
@@ -71,7 +72,7 @@ class CodedRows(Layout):
             codec,
             CodedSide.of(codec.keys, codec.rotation, owned(view.keys), lengths, fixed_keys),
             CodedSide.of(codec.values, None, owned(view.values), lengths, fixed_values),
-            owned(view.positions.to(position_dtype(int(view.positions.max())))),
+            owned(_narrowed(view.positions, lengths)),
             lengths,
             view.keys.dtype,
             {name: owned(column) for name, column in view.columns.items()},
@@ -154,9 +155,9 @@ class CodedRows(Layout):
         return self._with(
             self.keys.kept(host),
             self.values.kept(host),
-            _positions=gathered(self._positions, slots, fill=-1),
+            _positions=picked(self._positions, slots, fill=-1),
             _lengths=counts,
-            _columns={name: gathered(column, slots) for name, column in self._columns.items()},
+            _columns={name: picked(column, slots) for name, column in self._columns.items()},
         )
 
     def truncated(self, lengths: Tensor) -> CodedRows:
@@ -169,7 +170,7 @@ class CodedRows(Layout):
         positions = (
             cut(self._positions, none[:, :1], lengths[:, :1], fill=-1)
             if shared
-            else gathered(self._positions, slots.to(self._positions.device), fill=-1)
+            else picked(self._positions, slots.to(self._positions.device), fill=-1)
         )
         return self._with(
             self.keys.kept(slots),
@@ -234,6 +235,14 @@ class CodedRows(Layout):
             softcap=reading.softcap,
             sinks=reading.sinks,
         )
+
+
+def _narrowed(positions: Tensor, lengths: Tensor) -> Tensor:
+    """The positions in the narrowest type; the device is only asked where they are if that could change it."""
+    longest = int(lengths.max()) if lengths.numel() else 0
+    if positions.dtype == position_dtype(longest - 1):  # the last of so many rows is no earlier token
+        return positions
+    return positions.to(position_dtype(int(positions.max())))
 
 
 class DecodedView(RowsView):

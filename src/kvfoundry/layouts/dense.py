@@ -8,6 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvfoundry.kernels.gather_rows import Rows, rectangle
+from kvfoundry.kernels.gather_rows.naive import picked
 from kvfoundry.layouts.base import (
     Block,
     Columns,
@@ -73,18 +75,9 @@ class DenseRows(Layout):
     @classmethod
     def gathered(cls, view: RowsView, slots: Tensor, counts: Tensor) -> Self:
         """The rows at `slots` of a view; see `keep_rows`."""
-        index = slots.clamp(min=0)
-        present = slots >= 0
-
-        def gather(tensor: Tensor) -> Tensor:
-            trailing = tensor.shape[3:]
-            wide = index.reshape(*index.shape, *[1] * len(trailing)).expand(*index.shape, *trailing)
-            picked = tensor.expand(-1, index.shape[1], *[-1] * (tensor.dim() - 2)).gather(2, wide)
-            return picked * present.reshape(*present.shape, *[1] * len(trailing))
-
-        positions = gather(view.positions).masked_fill(~present, -1)
-        columns = {name: gather(column) for name, column in view.columns.items()}
-        return cls(gather(view.keys), gather(view.values), positions, counts, columns)
+        rows = rectangle(Rows(view.keys, view.values, view.positions), slots)
+        columns = {name: picked(column, slots) for name, column in view.columns.items()}
+        return cls(*rows, counts, columns)
 
     @property
     def lengths(self) -> Tensor:

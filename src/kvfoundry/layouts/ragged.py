@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvfoundry.kernels.gather_rows import Rows, stretches
+from kvfoundry.kernels.gather_rows.naive import picked
 from kvfoundry.layouts.base import (
     Block,
     Columns,
@@ -39,14 +41,9 @@ class RaggedRows(Layout):
     @classmethod
     def gathered(cls, view: RowsView, slots: Tensor, counts: Tensor) -> RaggedRows:
         """The rows at `slots` of a view; see `keep_rows`."""
-        present = slots >= 0
-
-        def gather(tensor: Tensor) -> Tensor:
-            batch, head = present.nonzero(as_tuple=True)[:2]
-            return tensor[batch, head if tensor.shape[1] > 1 else torch.zeros_like(head), slots[present]]
-
-        columns = {name: gather(column) for name, column in view.columns.items()}
-        return cls(gather(view.keys), gather(view.values), gather(view.positions), counts, counts.clone(), columns)
+        rows = stretches(Rows(view.keys, view.values, view.positions), slots, counts)
+        columns = {name: picked(column, slots)[slots >= 0] for name, column in view.columns.items()}
+        return cls(*rows, counts, counts.clone(), columns)
 
     @property
     def lengths(self) -> Tensor:

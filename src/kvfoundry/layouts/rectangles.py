@@ -6,15 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def gathered(rectangle: Tensor, index: Tensor, fill: float = 0) -> Tensor:
-    """Rows `index` [batch, heads, width] of [batch, heads or 1, rows, ...]; `fill` where the index is -1."""
-    present, trailing = index >= 0, rectangle.shape[3:]
-    if rectangle.shape[2] == 0:
-        return rectangle.new_full((*index.shape, *trailing), fill)
-    wide = index.clamp(min=0).reshape(*index.shape, *[1] * len(trailing)).expand(*index.shape, *trailing)
-    picked = rectangle.expand(-1, index.shape[1], *[-1] * (rectangle.dim() - 2)).gather(2, wide)
-    return picked.masked_fill(~present.reshape(*present.shape, *[1] * len(trailing)), fill)
+from kvfoundry.kernels.gather_rows.naive import picked
 
 
 def span(starts: Tensor, counts: Tensor) -> Tensor:
@@ -32,7 +24,7 @@ def cut(rectangle: Tensor, starts: Tensor, counts: Tensor, fill: float = 0) -> T
     if bool((starts == starts.flatten()[0]).all()) and bool((counts == width).all()):
         start = int(starts.flatten()[0])
         return rectangle[:, :, start : start + width].clone()
-    return gathered(rectangle, span(starts, counts).to(rectangle.device), fill)
+    return picked(rectangle, span(starts, counts).to(rectangle.device), fill)
 
 
 def appended(rectangle: Tensor, lengths: Tensor, new: Tensor, added: Tensor, fill: float = 0) -> Tensor:
@@ -44,4 +36,4 @@ def appended(rectangle: Tensor, lengths: Tensor, new: Tensor, added: Tensor, fil
     row = torch.arange(int(total.max()) if total.numel() else 0)
     index = torch.where(row < lengths[..., None], row, width + row - lengths[..., None])
     index = index.masked_fill(row >= total[..., None], -1)
-    return gathered(torch.cat([rectangle, new], dim=2), index.to(rectangle.device), fill)
+    return picked(torch.cat([rectangle, new], dim=2), index.to(rectangle.device), fill)

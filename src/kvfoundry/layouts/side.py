@@ -12,8 +12,9 @@ from torch import Tensor
 from kvfoundry.codecs.base import Codec, Encoded, Parts
 from kvfoundry.codecs.rotation import Rotation
 from kvfoundry.codecs.sparse import SparseRows
+from kvfoundry.kernels.gather_rows.naive import picked
 from kvfoundry.layouts.base import owned
-from kvfoundry.layouts.rectangles import appended, cut, gathered, span
+from kvfoundry.layouts.rectangles import appended, cut, span
 
 # Rows that are encoded at once: the temporaries of a long prompt stay small.
 _ENCODED_AT_ONCE = 1 << 14
@@ -90,42 +91,57 @@ class CodedSide:
         due = (side.tails - codec.residual).clamp(min=0) // stride * stride
         if not bool(due.any()):
             return side
-        batch, head, within, at_position = side._due_blocks(due)
-        flat_head = head if positions.shape[1] > 1 else torch.zeros_like(head)
-        pieces = []
-        at_once = _ENCODED_AT_ONCE * (_GPU_BLOCKS if side.tail.is_cuda else 1)
-        step = max(1, at_once // codec.block)
+        at_once = _ENCODED_AT_ONCE * (_GPU_BLOCKS if side.tail.is_cuda else 1) // codec.block * codec.block
+        pieces = [
+            codec.encode(rows if self.rotation is None else self.rotation.turn(rows), where, fixed)
+            for rows, where, fixed in side._due_blocks(due, positions, max(codec.block, at_once))
+        ]
+        return side._with_blocks(_joined(pieces), due)
+
+    def _due_blocks(self, due: Tensor, positions: Tensor, at_once: int) -> Iterator[tuple[Tensor, Tensor, Parts]]:
+        """The tail's first `due` rows as `Codec.encode` takes them, head after head, `at_once` rows a piece."""
+        first = self.firsts + self.counts
+        most, begin = int(due.max()), int(first.flatten()[0])
+        if bool((due == most).all()) and bool((first == begin).all()):
+            yield from self._even_blocks(begin, most, positions, at_once)
+            return
+        block, device = self.codec.block, self.tail.device
+        owner = torch.arange(self.heads).repeat_interleave(due.flatten() // block)
+        before = (due.flatten().cumsum(0) - due.flatten()) // block
+        within = (torch.arange(owner.numel()) - before[owner])[:, None] * block + torch.arange(block)
+        at_position = first.flatten()[owner][:, None] + within
+        batch, head = torch.div(owner, due.shape[1], rounding_mode="floor"), owner % due.shape[1]
+        batch, head, within, at_position = (tensor.to(device) for tensor in (batch, head, within, at_position))
+        own_positions = head if positions.shape[1] > 1 else torch.zeros_like(head)
+        step = at_once // block
         for start in range(0, batch.numel(), step):
             part = slice(start, start + step)
             b, h = batch[part, None], head[part, None]
-            rows = side.tail[b, h, within[part]]
-            if self.rotation is not None:
-                rows = self.rotation.turn(rows)
-            fixed = {name: tensor[b, h] for name, tensor in side.fixed.items()}
-            where = positions[b, flat_head[part, None], at_position[part]]
-            pieces.append(codec.encode(rows, where, fixed))
-        return side._with_blocks(_joined(pieces), due)
+            fixed = {name: tensor[b, h] for name, tensor in self.fixed.items()}
+            yield self.tail[b, h, within[part]], positions[b, own_positions[part, None], at_position[part]], fixed
 
-    def _due_blocks(self, due: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Batch row and head of every block of the tail's first `due` rows, head after head: [blocks].
+    def _even_blocks(
+        self, begin: int, due: int, positions: Tensor, at_once: int
+    ) -> Iterator[tuple[Tensor, Tensor, Parts]]:
+        """`_due_blocks` of heads that are equally far: slices, of some whole heads or of a part of one.
 
-        And where its rows stand, in the tail and among all rows of the head: [blocks, block]. All on the rows' device.
+        begin: rows of every head in front of its tail.
         """
-        block, device = self.codec.block, self.tail.device
-        first = self.firsts + self.counts
-        most, begin = int(due.max()), int(first.flatten()[0])
-        if bool((due == most).all()) and bool((first == begin).all()):  # a prompt's: nothing is asked of the host
-            each = most // block
-            number = torch.arange(self.heads * each, device=device)
-            owner = torch.div(number, each, rounding_mode="floor")
-            head = owner % due.shape[1]
-            within = (number % each)[:, None] * block + torch.arange(block, device=device)
-            return torch.div(owner, due.shape[1], rounding_mode="floor"), head, within, within + begin
-        batch, head, number = (span(torch.zeros_like(due), due)[:, :, ::block] >= 0).nonzero(as_tuple=True)
-        within = number[:, None] * block + torch.arange(block)
-        at_position = first[batch, head][:, None] + within
-        batch, head, within, at_position = (tensor.to(device) for tensor in (batch, head, within, at_position))
-        return batch, head, within, at_position
+        block, heads = self.codec.block, max(1, at_once // due)
+        rows = self.tail.flatten(0, 1)
+        where = positions[:, :, begin : begin + due].expand(*self.counts.shape, -1).flatten(0, 1)
+        for start in range(0, self.heads, heads):
+            own = slice(start, start + heads)
+            fixed = {name: tensor.flatten(0, 1)[own] for name, tensor in self.fixed.items()}
+            for row in range(0, due, at_once):
+                part = slice(row, min(row + at_once, due))
+                at = where[own, part].unflatten(1, (-1, block)).flatten(0, 1)
+                each = at.shape[0] // len(rows[own])
+                yield (
+                    rows[own, part].unflatten(1, (-1, block)).flatten(0, 1),
+                    at,
+                    {name: tensor.repeat_interleave(each, dim=0)[:, None] for name, tensor in fixed.items()},
+                )
 
     def _with_first(self) -> CodedSide:
         """Move rows from the tail to the front where the front is not full and nothing is coded yet."""
@@ -183,8 +199,8 @@ class CodedSide:
         device = self.tail.device
         side = replace(
             self,
-            first=gathered(self.first, from_first.to(device)),
-            tail=gathered(self.tail, from_tail.to(device)),
+            first=picked(self.first, from_first.to(device)),
+            tail=picked(self.tail, from_tail.to(device)),
             firsts=firsts,
             tails=tails,
         )
@@ -274,9 +290,9 @@ class CodedSide:
         coded = (index >= firsts) & (index < firsts + counts)
         tail = index - firsts - counts
         forth = self.rotation is not None and turned
-        result = gathered(self.tail, tail.clamp(max=self.tail.shape[2] - 1).masked_fill(tail < 0, -1)).to(dtype)
+        result = picked(self.tail, tail.clamp(max=self.tail.shape[2] - 1).masked_fill(tail < 0, -1)).to(dtype)
         if self.first.shape[2]:
-            front = gathered(self.first, index.clamp(max=self.first.shape[2] - 1)).to(dtype)
+            front = picked(self.first, index.clamp(max=self.first.shape[2] - 1)).to(dtype)
             result = torch.where((index < firsts)[..., None], front, result)
         if forth:
             assert self.rotation is not None
@@ -310,9 +326,10 @@ class CodedSide:
 
     def _whole_blocks(self, start: int, stop: int, dtype: torch.dtype, positions: Tensor) -> Tensor:
         block, device = self.codec.block, self.tail.device
-        slots = self._starts.to(device)[..., None] + torch.arange(start, stop, device=device)
+        first, first_block = (part.to(device, non_blocking=True) for part in (self._starts, self._block_starts))
+        slots = first[..., None] + torch.arange(start, stop, device=device)
         rows = {name: tensor.unflatten(2, (-1, block)) for name, tensor in self._entries(slots).items()}
-        at = self._block_starts.to(device)[..., None] + torch.arange(start // block, stop // block, device=device)
+        at = first_block[..., None] + torch.arange(start // block, stop // block, device=device)
         tables = {name: tensor[at][:, :, :, None] for name, tensor in self.tables.items()}
         fixed = {name: tensor[:, :, None, None] for name, tensor in self.fixed.items()}
         where = positions.expand(*self.counts.shape, -1).unflatten(2, (-1, block))
@@ -334,6 +351,12 @@ def _interleaved(old: Parts, new: Parts, before: Tensor, added: Tensor) -> Parts
         return new
     if not new:
         return old
+    if all(bool((counts == counts.flatten()[0]).all()) for counts in (before, added)):
+
+        def by_head(part: Tensor) -> Tensor:
+            return part.unflatten(0, (before.numel(), -1))
+
+        return {name: torch.cat([by_head(old[name]), by_head(new[name])], dim=1).flatten(0, 1) for name in new}
     order = _by_head(before, added)
     return {name: torch.cat([old[name], new[name]])[order.to(new[name].device)] for name in new}
 

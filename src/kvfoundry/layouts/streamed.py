@@ -20,10 +20,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvfoundry.kernels.gather_rows.naive import picked
 from kvfoundry.layouts.base import Columns, Layout, Reading, RowsView, Stretches, owned
 from kvfoundry.layouts.dense import DenseRows
 from kvfoundry.layouts.host import HostPart, counted
-from kvfoundry.layouts.rectangles import appended, gathered
+from kvfoundry.layouts.rectangles import appended
 from kvfoundry.layouts.ring import Ring, Rings, Shape
 
 # Rows of a head that wait on the device at most between two calls.
@@ -227,7 +228,7 @@ class StreamedRows(Layout):
         place = torch.arange(width)
         behind = place - stored[..., None] + int(stored.max())
         index = torch.where(place < stored[..., None], place, behind)
-        return gathered(both, index.masked_fill(place >= (stored + waiting)[..., None], -1).to(both.device), fill)
+        return picked(both, index.masked_fill(place >= (stored + waiting)[..., None], -1).to(both.device), fill)
 
     def _all_positions(self) -> Tensor:
         return self._joined(self._positions, self._tail.view().positions, -1)

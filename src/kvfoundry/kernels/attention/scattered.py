@@ -35,9 +35,9 @@ def attend(
     the queries. block: how many queries are taken at a time where Triton is missing.
     """
     if without_triton(query.device) is None:
-        from kvfoundry.kernels.prefill_attention import fused
+        from kvfoundry.kernels.prefill_attention.forward import forward
 
-        return fused.forward(
+        return forward(
             query, key, value, scaling=scaling, query_positions=visibility.query_positions,
             key_positions=visibility.key_positions, span=span,
         )[0]  # fmt: skip

@@ -7,11 +7,14 @@ lengths, starts, positions and page tables change in place.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from kvfoundry.errors import KVFoundryError
-from kvfoundry.kernels.splitting import find_part, join, online, part_buffers, share_out, soften, store_part
+from kvfoundry.kernels.splitting import find_part, join, part_buffers, share_out, store_part
+from kvfoundry.kernels.tiles import logits_of, taken_in
 from kvfoundry.kernels.triton_support import (
     Tuning,
     check_device,
@@ -42,6 +45,7 @@ def _parts(
     counts,
     parts,
     part_lse,
+    kept,
     wanted,
     heads_total,
     stored_heads,
@@ -60,6 +64,7 @@ def _parts(
     p_head,
     qp_batch,
     table_width,
+    kept_width,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     M: tl.constexpr,
@@ -75,6 +80,7 @@ def _parts(
     WINDOW: tl.constexpr,
     MOST: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    KEPT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -99,7 +105,6 @@ def _parts(
 
     m = tl.arange(0, M)
     dk = tl.arange(0, DK)
-    dv = tl.arange(0, DV)
     real = m < GROUP * QUERIES
     number = m // GROUP
     q_at = query + batch * q_batch + (head * GROUP + m % GROUP)[:, None] * q_head + number[:, None] * q_query
@@ -132,12 +137,9 @@ def _parts(
         else:
             row = skipped + n
             there = n < stop
-        k = tl.load(
-            k_base + row[None, :] * k_row + dk[:, None],
-            mask=there[None, :] & (dk < KEY_DIM)[:, None],
-            other=0.0,
-        )
-        logits = soften(tl.dot(q, k, input_precision=PRECISION), scaling, softcap, SOFTCAP)
+        logits = logits_of(
+            q, k_base, row, there, k_row, scaling, softcap, True, KEY_DIM, DK, SOFTCAP, PRECISION
+        )  # fmt: skip
         if POSITIONS:
             at = tl.load(p_base + row, mask=there, other=-1).to(tl.int32)
             seen = (at >= 0)[None, :] & (at[None, :] <= own[:, None])
@@ -147,13 +149,12 @@ def _parts(
         if WINDOW > 0:
             seen = seen & (at[None, :] > own[:, None] - WINDOW)
         logits = tl.where(seen, logits, float("-inf"))
-        weights, peak, total, fade = online(logits, peak, total)
-        v = tl.load(
-            v_base + row[:, None] * v_row + dv[None, :],
-            mask=there[:, None] & (dv < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        if KEPT:
+            kept_at = kept + (owner.to(tl.int64) * (GROUP * QUERIES) + m)[:, None] * kept_width + row[None, :]
+            tl.store(kept_at, logits, mask=real[:, None] & there[None, :])
+        acc, peak, total = taken_in(
+            acc, peak, total, logits, v_base, row, there, v_row, True, VALUE_DIM, DV, PRECISION
+        )  # fmt: skip
     store_part(parts, part_lse, program, acc, peak, total, GROUP * QUERIES, M, VALUE_DIM, DV)
 
 
@@ -220,9 +221,75 @@ def launch(
     pages: [batch, heads, widest] int32 page numbers with -1 for none; counts: [batch, heads] int32 entries to look at;
     page: rows of a page, 0 where there are none.
     """
+    batch, query_heads, queries, _ = query.shape
+    output = query.new_empty(batch, query_heads, queries, values.shape[-1])
+    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device) if return_lse else None
+    parts = cut(
+        query,
+        keys,
+        values,
+        lengths,
+        scaling=scaling,
+        starts=starts,
+        positions=positions,
+        query_positions=query_positions,
+        softcap=softcap,
+        window=window,
+        tuning=tuning,
+        pages=pages,
+        counts=counts,
+        page=page,
+    )
+    join(
+        parts.output,
+        parts.lse,
+        counts if counts is not None else lengths,
+        output,
+        lse,
+        sinks,
+        wanted=parts.wanted,
+        block=tuning.block,
+        scale=max(1, page),
+        most=parts.most,
+    )
+    return output if lse is None else (output, lse)
+
+
+class Parts(NamedTuple):
+    """What the first launch leaves: `splitting.join` takes these. most: rows of a head that were read, 0 for all."""
+
+    output: Tensor
+    lse: Tensor
+    wanted: int
+    most: int
+
+
+def cut(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    scaling: float,
+    starts: Tensor | None = None,
+    positions: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    tuning: Tuning = DEFAULT,
+    pages: Tensor | None = None,
+    counts: Tensor | None = None,
+    page: int = 0,
+    logits: Tensor | None = None,
+) -> Parts:
+    """The first of two launches; arguments as of `launch`.
+
+    logits: contiguous float32 [batch, query_heads, queries, capacity], filled with what every query gives every row
+    before the softmax: scaled, capped, times log2(e); a head's own rows alone are written.
+    """
     batch, query_heads, queries, key_dim = query.shape
     heads, value_dim = lengths.shape[1], values.shape[-1]
-    check_device(query, keys, values, lengths, starts, positions, query_positions, sinks, pages, counts)
+    check_device(query, keys, values, lengths, starts, positions, query_positions, pages, counts, logits)
     _check(query, keys, values, lengths, starts, positions, query_positions)
     group = query_heads // heads
     wanted = multiprocessors(query.device) * tuning.programs
@@ -230,8 +297,6 @@ def launch(
     # consecutive tokens: rows that no query's window reaches need not be read
     most = window + queries - 1 if window is not None and positions is None and page == 0 else 0
     parts, part_lse = part_buffers(programs, group * queries, value_dim, query.device)
-    output = query.new_empty(batch, query_heads, queries, value_dim)
-    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device) if return_lse else None
     ragged = starts is not None
     flat_positions = positions is not None and positions.dim() == 1
     _parts[(programs,)](
@@ -246,6 +311,7 @@ def launch(
         counts if counts is not None else lengths,
         parts,
         part_lse,
+        logits if logits is not None else part_lse,
         wanted,
         batch * heads,
         heads,
@@ -258,6 +324,7 @@ def launch(
         0 if positions is None or flat_positions or positions.shape[1] == 1 else positions.stride(1),
         query_positions.stride(0) if query_positions is not None else 0,
         pages.shape[2] if pages is not None else 0,
+        logits.shape[3] if logits is not None else 0,
         GROUP=group,
         QUERIES=queries,
         M=next_power(group * queries, 16),
@@ -273,23 +340,12 @@ def launch(
         WINDOW=window or 0,
         MOST=most,
         SOFTCAP=softcap is not None,
+        KEPT=logits is not None,
         PRECISION=dot_precision(query.dtype),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )
-    join(
-        parts,
-        part_lse,
-        counts if counts is not None else lengths,
-        output,
-        lse,
-        sinks,
-        wanted=wanted,
-        block=tuning.block,
-        scale=max(1, page),
-        most=most,
-    )
-    return output if lse is None else (output, lse)
+    return Parts(parts, part_lse, wanted, most)
 
 
 def _check(

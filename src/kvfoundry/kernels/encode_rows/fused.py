@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvfoundry.codecs.packing import packed_bytes
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.kernels.coded_decode.codes import Codes
+from kvfoundry.kernels.encode_rows.form import Form
 from kvfoundry.kernels.triton_support import check_device, launches, next_power, tl, triton
 
 # Rows of one program where every row stands alone.
@@ -124,6 +126,9 @@ def _per_token(
     batch = (owner // stored_heads).to(tl.int64)
     head = (owner % stored_heads).to(tl.int64)
     dtype: tl.constexpr = rows.dtype.element_ty
+    begin = tl.load(at + owner)
+    if begin < 0:
+        return
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slice_of = tl.arange(0, SLICES_PADDED)
     within = tl.arange(0, WIDTH)
@@ -136,7 +141,7 @@ def _per_token(
     there = (i < number)[:, None] & (slice_of < SLICES)[None, :]
     low = tl.where(there, low, 0.0)[:, :, None]
     high = tl.where(there, high, 0.0)[:, :, None]
-    target = tl.load(at + owner) + i
+    target = begin + i
     base = batch * s_batch + head * s_head
     s_at = scales + base + target[:, None] * s_row + slice_of[None, :]
     byte = tl.arange(0, SLICES_PADDED * WIDTH * BITS // 8)
@@ -189,6 +194,9 @@ def _per_channel(
     batch = (owner // stored_heads).to(tl.int64)
     head = (owner % stored_heads).to(tl.int64)
     dtype: tl.constexpr = rows.dtype.element_ty
+    first = tl.load(at + owner)
+    if first < 0:
+        return
     token = tl.arange(0, WIDTH)
     d = tl.arange(0, D)
     i = tl.program_id(0) * GROUP + token
@@ -199,7 +207,6 @@ def _per_channel(
     low = tl.where(d < DIM, tl.min(tl.where(inside, x, float("inf")), axis=0), 0.0)
     high = tl.where(d < DIM, tl.max(tl.where(inside, x, float("-inf")), axis=0), 0.0)
     found, scale, minimum = _quantized(x, low[None, :], high[None, :], dtype, BITS, MODE, TOP, INVERT)
-    first = tl.load(at + owner)
     byte = tl.arange(0, D * BITS // 8)
     c_at = codes + batch * c_batch + head * c_head + (first + i)[:, None] * c_row + byte[None, :]
     tl.store(c_at, _packed(found, WIDTH, D * BITS // 8, BITS), mask=(token < GROUP)[:, None] & (byte < BYTES)[None, :])
@@ -210,20 +217,51 @@ def _per_channel(
         tl.store(minima + base + d, tl.reshape(minimum, (D,)).to(minima.dtype.element_ty), mask=d < DIM)
 
 
+def encoded(rows: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `naive.encoded`; raises as `encode`."""
+    # Groups lie one after the other, so all rows are those of one head.
+    flat = rows.reshape(1, 1, -1, form.dim)
+    number = flat.shape[2]
+    groups = (number // form.group, form.dim) if form.along == "tokens" else (number, form.slices)
+    scale = rows.new_empty(1, 1, *groups)
+    minimum = {"asymmetric": rows.dtype, "zero_point": torch.uint8}.get(form.mode)
+    into = Codes(
+        torch.empty(1, 1, number, packed_bytes(form.dim, form.bits), dtype=torch.uint8, device=rows.device),
+        scale,
+        None if minimum is None else torch.empty_like(scale, dtype=minimum),
+        form.bits,
+        form.group,
+        form.along,
+        form.mode,
+        form.dim,
+    )
+    encode(flat, into, torch.zeros(1, 1, dtype=torch.int32, device=rows.device))
+
+    def shaped(part: Tensor) -> Tensor:
+        return part.view(*rows.shape[:-2], -1, part.shape[-1])
+
+    return shaped(into.codes), shaped(scale), None if into.minimum is None else shaped(into.minimum)
+
+
 @launches
 def encode(rows: Tensor, into: Codes, at: Tensor) -> None:
     """As `naive.encode`; at is contiguous int32.
 
-    Raises KVFoundryError for 3 bits, rows that do not fill their groups of tokens, and several groups of channels whose
-    size is no power of two.
+    Raises KVFoundryError for what `Form.refusal` names, and for rows that do not fill their groups of tokens.
     """
     batch, heads, number, dim = rows.shape
     check_device(rows, into.codes, into.scale, into.minimum, at)
-    if into.bits not in (1, 2, 4, 8):
-        raise KVFoundryError(f"the fused kernel writes codes of 1, 2, 4 and 8 bits, got {into.bits}.")
+    form = Form.of(into)
+    refused = form.refusal(rows.dtype)
+    if refused is not None:
+        raise KVFoundryError(refused)
     minima = into.scale if into.minimum is None else into.minimum
-    if minima.stride() != into.scale.stride() or into.codes.stride(3) != 1 or into.scale.stride(3) != 1:
-        raise KVFoundryError("scales and minima must be laid out alike, with a dense last dimension like the codes.")
+    if minima.stride() != into.scale.stride() or any(part.stride(3) != 1 for part in (rows, into.codes, into.scale)):
+        raise KVFoundryError(
+            "scales and minima must be laid out alike; rows, codes and scales need a dense last dimension."
+        )
+    if at.dtype != torch.int32 or not at.is_contiguous():
+        raise KVFoundryError(f"at must be contiguous int32, got {at.dtype}.")
     common = (rows, into.codes, into.scale, minima, at, heads)
     strides = (*rows.stride()[:3], *into.codes.stride()[:3], *into.scale.stride()[:3])
     terms = {
@@ -248,9 +286,6 @@ def encode(rows: Tensor, into: Codes, at: Tensor) -> None:
             num_warps=4,
         )
         return
-    slices = -(-dim // into.group)
-    if slices > 1 and width != into.group:
-        raise KVFoundryError(f"groups of {into.group} channels are no power of two that is at least 8.")
     _per_token[(triton.cdiv(number, _BLOCK), batch * heads)](
         *common,
         number,
@@ -259,8 +294,8 @@ def encode(rows: Tensor, into: Codes, at: Tensor) -> None:
         BYTES=into.codes.shape[3],
         GROUP=into.group,
         WIDTH=width,
-        SLICES=slices,
-        SLICES_PADDED=next_power(slices),
+        SLICES=form.slices,
+        SLICES_PADDED=next_power(form.slices),
         **terms,
         BLOCK=_BLOCK,
         num_warps=4,

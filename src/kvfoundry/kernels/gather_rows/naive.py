@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def gather(
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    keys_out: Tensor,
-    values_out: Tensor,
-    *,
-    starts: Tensor | None = None,
-    starts_out: Tensor | None = None,
-) -> None:
-    """Write row `slots[b, h, i]` of every head to row i of the same head in the output buffers.
+class Rows(NamedTuple):
+    """Rows as rectangles: keys and values [batch, heads, rows, dim], positions [batch, heads or 1, rows].
 
-    slots: [batch, heads, width] numbers of rows within their head, -1 for none: nothing is written there. keys, values,
-    and the outputs: [batch, heads, capacity, dim], or flat [slots, dim] with the first slot of every head in starts
-    and starts_out [batch, heads]. Outputs must not overlap the inputs.
+    Or as stretches, head after head: [slots, dim], and [slots].
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+
+
+def rectangle(rows: Rows, slots: Tensor) -> Rows:
+    """Row `slots[b, h, i]` of every head as row i: rectangles [batch, heads, width, ...].
+
+    slots: integers [batch, heads, width], -1 for none: zeros there, and position -1.
+    """
+    return Rows(picked(rows.keys, slots), picked(rows.values, slots), picked(rows.positions, slots, fill=-1))
+
+
+def stretches(rows: Rows, slots: Tensor, counts: Tensor) -> Rows:
+    """The same rows head after head, without those that there are not.
+
+    slots: every head's own in front, -1 behind; counts: [batch, heads] how many these are, on the CPU.
     """
     batch, head, at = (slots >= 0).nonzero(as_tuple=True)
     source = slots[batch, head, at].long()
-    for rows, out in ((keys, keys_out), (values, values_out)):
-        found = rows[batch, head, source] if starts is None else rows[starts[batch, head].long() + source]
-        if starts_out is None:
-            out[batch, head, at] = found
-        else:
-            out[starts_out[batch, head].long() + at] = found
+    shared = torch.zeros_like(head)
+    return Rows(*(part[batch, head if part.shape[1] > 1 else shared, source] for part in rows))
 
 
-def kept_slots(keep: Tensor, width: int) -> Tensor:
-    """Ascending slots of the rows that are kept: [batch, heads, width] int32, -1 behind; no decision on the host.
-
-    keep: boolean [batch, heads, rows], at most `width` of a head.
-    """
-    batch, heads, rows = keep.shape
-    place = keep.cumsum(dim=-1) - 1
-    table = torch.full((batch, heads, width + 1), -1, dtype=torch.int32, device=keep.device)
-    number = torch.arange(rows, dtype=torch.int32, device=keep.device).expand_as(keep)
-    return table.scatter_(2, place.masked_fill(~keep, width), number)[..., :width].contiguous()
+def picked(tensor: Tensor, index: Tensor, fill: float = 0) -> Tensor:
+    """Rows `index` [batch, heads, width] of [batch, heads or 1, rows, ...]; `fill` where the index is -1."""
+    present, trailing = index >= 0, tensor.shape[3:]
+    if tensor.shape[2] == 0:
+        return tensor.new_full((*index.shape, *trailing), fill)
+    wide = index.clamp(min=0).reshape(*index.shape, *[1] * len(trailing)).expand(*index.shape, *trailing)
+    found = tensor.expand(-1, index.shape[1], *[-1] * (tensor.dim() - 2)).gather(2, wide)
+    return found.masked_fill(~present.reshape(*present.shape, *[1] * len(trailing)), fill)

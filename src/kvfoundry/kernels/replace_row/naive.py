@@ -6,6 +6,39 @@ import torch
 from torch import Tensor
 
 from kvfoundry.kernels.attention.naive import attention_weights
+from kvfoundry.kernels.decode_attention import naive as decode
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    sums: Tensor | None,
+    position: Tensor,
+    *,
+    slots: Tensor,
+    lengths: Tensor,
+    capacities: Tensor,
+    recent: Tensor,
+    first: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    mean: bool = True,
+    normalize: bool = False,
+) -> Tensor:
+    """Attention output [batch, query_heads, 1, value_dim] of a step, and what `choose` does behind it.
+
+    values: [batch, heads, width, value_dim] of all slots; the rest as of `choose`.
+    """
+    output = decode.attend(query, keys, values, lengths, scaling=scaling, softcap=softcap, sinks=sinks)
+    choose(
+        query, keys, positions, sums, position, slots=slots, lengths=lengths, capacities=capacities, recent=recent,
+        first=first, scaling=scaling, softcap=softcap, sinks=sinks, mean=mean, normalize=normalize,
+    )  # fmt: skip
+    assert isinstance(output, Tensor)
+    return output
 
 
 def choose(
@@ -25,7 +58,6 @@ def choose(
     sinks: Tensor | None = None,
     mean: bool = True,
     normalize: bool = False,
-    lse: Tensor | None = None,
 ) -> None:
     """After a step whose row is stored: take its attention into `sums`, and set `slots` of full heads.
 
@@ -37,8 +69,7 @@ def choose(
     heads, alike in every head. normalize: rank by the sum over the number of queries that could see the row.
     The row with the lowest score leaves, the newest among equals; never one of the newest `recent` or `first` tokens of
     the sequence, [batch] int32 each, which must leave a row to choose. NaN ranks lowest.
-    softcap, sinks: terms of the model's attention. lse: [batch, query_heads, 1] the log-sum-exp of this step's logits,
-    where it is known; here it is not needed.
+    softcap, sinks: terms of the model's attention.
     """
     width = keys.shape[2]
     inside = torch.arange(width, device=query.device) < lengths[..., None]

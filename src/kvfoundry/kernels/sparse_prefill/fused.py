@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.kernels.sparse_prefill.index import BlockIndex
-from kvfoundry.kernels.splitting import online, soften
+from kvfoundry.kernels.tiles import logits_of, taken_in, with_sink
 from kvfoundry.kernels.triton_support import Tuning, check_device, dot_precision, launches, next_power, tl, triton
 
 # The block is that of the index; here it is the width of a tile of single rows.
@@ -47,25 +47,19 @@ def _read_blocks(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    dk = tl.arange(0, DK)
-    dv = tl.arange(0, DV)
     ahead = tl.load(distances + tl.minimum(start, width - 1))
     for entry in range(start, stop):
         n = (top - tl.where(everything, entry, ahead)) * BLOCK + tl.arange(0, BLOCK)
         # one entry early, so that the copies of rows do not wait for it
         ahead = tl.load(distances + tl.minimum(entry + 1, width - 1))
-        inside = (dk < KEY_DIM)[:, None]
-        valued = (dv < VALUE_DIM)[None, :]
-        if MASKED:
-            inside = inside & (n < length)[None, :]
-            valued = valued & (n < length)[:, None]
-        k = tl.load(k_base + n[None, :] * k_row + dk[:, None], mask=inside, other=0.0)
-        logits = soften(tl.dot(q, k, input_precision=PRECISION), scaling, softcap, SOFTCAP)
+        logits = logits_of(
+            q, k_base, n, n < length, k_row, scaling, softcap, MASKED, KEY_DIM, DK, SOFTCAP, PRECISION
+        )  # fmt: skip
         if MASKED:
             logits = tl.where(n[None, :] <= own[:, None], logits, float("-inf"))
-        weights, peak, total, fade = online(logits, peak, total)
-        v = tl.load(v_base + n[:, None] * v_row + dv[None, :], mask=valued, other=0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        acc, peak, total = taken_in(
+            acc, peak, total, logits, v_base, n, n < length, v_row, MASKED, VALUE_DIM, DV, PRECISION
+        )  # fmt: skip
     return acc, peak, total
 
 
@@ -216,22 +210,15 @@ def _attend(
             ahead = tl.load(columns + GATHER + c, mask=GATHER + c < singles, other=0)
             take = tl.load(single + c, mask=c < singles, other=0) != 0
             inside = n < length
-            k = tl.load(
-                k_base + n[None, :] * k_row + dk[:, None], mask=inside[None, :] & (dk < KEY_DIM)[:, None], other=0.0
-            )
-            logits = soften(tl.dot(q, k, input_precision=PRECISION), scaling, softcap, SOFTCAP)
+            logits = logits_of(
+                q, k_base, n, inside, k_row, scaling, softcap, True, KEY_DIM, DK, SOFTCAP, PRECISION
+            )  # fmt: skip
             logits = tl.where(take[None, :] & (n[None, :] <= own[:, None]), logits, float("-inf"))
-            weights, peak, total, fade = online(logits, peak, total)
-            v = tl.load(
-                v_base + n[:, None] * v_row + dv[None, :], mask=inside[:, None] & (dv < VALUE_DIM)[None, :], other=0.0
-            )
-            acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+            acc, peak, total = taken_in(
+                acc, peak, total, logits, v_base, n, inside, v_row, True, VALUE_DIM, DV, PRECISION
+            )  # fmt: skip
     if HAS_SINKS:
-        sink = tl.load(sinks + query_head).to(tl.float32) * 1.4426950408889634
-        highest = tl.maximum(peak, sink)
-        fade = tl.exp2(peak - highest)
-        total = total * fade + tl.exp2(sink - highest)
-        acc = acc * fade[:, None]
+        acc, peak, total = with_sink(acc, peak, total, tl.load(sinks + query_head))
     divisor = tl.where(total > 0.0, total, 1.0)
     at = output + batch * o_batch + query_head * o_head + i.to(tl.int64)[:, None] * o_row + dv[None, :]
     result = (acc / divisor[:, None]).to(output.dtype.element_ty)
