@@ -54,6 +54,7 @@ SPECS = [
     "headinfer()+kivi(bits=2, group=4, residual=8)",
     "headinfer(group=2)+kivi(bits=4, group=8, residual=0)+rotate()",
     "headinfer()+int8(group=8)",
+    "adakv(budget=8, window=4)+headinfer()+int8(group=8)",
     "quest(budget=16, page=4, skip_layers=1)+headinfer()",
     "adakv(budget=24, window=4)+quest(budget=8, page=4, skip_layers=0)+headinfer()",
 ]

@@ -21,6 +21,9 @@ def words(tokens: int, seed: int) -> str:
         ("gpt_oss", "h2o(budget=8, window=4)"),
         ("llama", "kivi(bits=4, group=16, residual=0)"),
         ("qwen2", "quest(budget=8, page=4, skip_layers=0)"),
+        ("gpt_oss", "headinfer()"),
+        ("llama", "snapkv(budget=16, window=4)+headinfer()+kivi(bits=4, group=4, residual=4)"),
+        ("qwen2", "quest(budget=8, page=4, skip_layers=1)+headinfer()"),
     ],
 )
 def test_the_text_is_that_of_the_plain_loop(
@@ -30,7 +33,7 @@ def test_the_text_is_that_of_the_plain_loop(
         pytest.skip("tests/gpu/test_engine_cuda.py has it on the GPU")
     from kvfoundry.engine.attention import TritonKernels
 
-    model, prompts = tiny_model(family), [words(18, 1), words(13, 2)]
+    model, prompts = tiny_model(family), [words(18, 1), words(19, 2)]
     expected = kvfoundry.generate(model, tokenizer, prompts, spec, max_new_tokens=4, engine=False)
     monkeypatch.setattr("kvfoundry.engine.engine.kernels_for", lambda _: TritonKernels())
     engine = DecodeEngine(model)

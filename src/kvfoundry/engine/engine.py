@@ -158,7 +158,7 @@ class DecodeEngine:
 
     def _extra(self, layer: CacheLayer, plan: Plan, rows: StaticRows, new: int) -> Extra:
         paged, hosted = layer.reads_pages is not None, None
-        if isinstance(layer.rows, StreamedRows | StreamedCodes):
+        if isinstance(layer.rows, StreamedRows) or (isinstance(layer.rows, StreamedCodes) and layer.rows.is_hosted):
             hosted = Hosted(layer.rows, streams=not paged)
         moving = _moving(layer.rows)
         if isinstance(moving, CodedRows):

@@ -167,6 +167,11 @@ class StreamedCodes(CodedRows):
         return [(i, name, part) for i, side in enumerate(sides) for name, part in side.hosted.items()]
 
     @property
+    def is_hosted(self) -> bool:
+        """Whether anything has been written down yet, and so is on the host."""
+        return bool(self._hosted)
+
+    @property
     def is_apart(self) -> bool:
         """Whether rows are in groups of tokens that have lost some, which no kernel reads."""
         return any(kind == _BLOCK_OF for _, (kind, _), _ in self._hosted)
@@ -235,7 +240,7 @@ class StreamedCodes(CodedRows):
         return keys, values
 
     def attend(self, query: Tensor, query_positions: Tensor, reading: Reading) -> Tensor:
-        if not self._hosted:  # nothing is written down yet
+        if not self.is_hosted:  # nothing is written down yet
             return self.fetched().attend(query, query_positions, reading)
         batch, query_heads, queries, _ = query.shape
         groups, ring = query_heads // self._lengths.shape[1], self.keys.ring
