@@ -21,7 +21,7 @@ from kvfoundry.codecs.grouped import offset
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.kernels.coded_decode.codes import Codes
 from kvfoundry.kernels.decode_attention.fused import MOST_QUERIES
-from kvfoundry.kernels.splitting import find_part, join, online, part_buffers, share_out, soften, store_part
+from kvfoundry.kernels.splitting import find_part, join, online, part_buffers, share_out, soften, store_part, weigh
 from kvfoundry.kernels.triton_support import (
     Tuning,
     check_device,
@@ -41,23 +41,42 @@ _LEAST = 16
 # How a decoded number follows from its code: code * scale + minimum, (code - zero) * scale, float8 * scale.
 _MINIMUM, _ZERO, _FLOAT8 = 0, 1, 2
 
+# Columns of a matrix product that only sums: what the tensor cores take at least.
+_COLUMNS = tl.constexpr(8)
+# Bits of the pattern of a base that codes may fill: those of the mantissa of bfloat16.
+_MANTISSA = 7
+
 
 @triton.jit
-def _raw(words, place: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """The codes at one place of the words, as numbers of the dtype, each too large by the base.
+def _raw(
+    words,
+    place: tl.constexpr,
+    BITS: tl.constexpr,
+    ROOM: tl.constexpr,
+    KIND: tl.constexpr,
+    PAIRS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The codes at one place of the words as numbers of the dtype: base + code * 2 ** (place * BITS % ROOM).
 
+    ROOM: bits of the word that are looked at without moving them, a whole number of codes.
     PAIRS: two words of 16 bits at once in a register of 32, in two instructions; the compiler does not find them.
     """
     if KIND == 2:
         return words.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(dtype)
     if BITS == 8:
         return words.to(tl.float32).to(dtype)
+    moved: tl.constexpr = place * BITS // ROOM * ROOM
+    mask: tl.constexpr = (2**BITS - 1) << (place * BITS % ROOM)
     if PAIRS:
-        # (word >> shift) & mask | base in both halves: bits that cross the middle fall to the mask
-        mask: tl.constexpr = (2**BITS - 1) * 0x10001
+        # (word >> moved) & mask | base in both halves: bits that cross the middle fall to the mask
         base: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+        if moved > 0:
+            words = tl.inline_asm_elementwise(
+                f"shr.b32 $0, $1, {moved};", "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2
+            )
         bits = tl.inline_asm_elementwise(
-            f"shr.b32 $0, $1, {place * BITS}; lop3.b32 $0, $0, {mask}, {base}, 0xEA;",
+            f"lop3.b32 $0, $1, {mask * 0x10001}, {base}, 0xEA;",
             "=r,r",
             [words],
             dtype=tl.int16,
@@ -65,12 +84,40 @@ def _raw(words, place: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PAI
             pack=2,
         )
         return bits.to(dtype, bitcast=True)
-    code = (words.to(tl.int16) >> (place * BITS)) & (2**BITS - 1)
+    code = (words.to(tl.int16) >> moved) & mask
     if dtype == tl.bfloat16:
         return (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
     if dtype == tl.float16:
         return (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
     return code.to(dtype)
+
+
+@triton.jit
+def _load_entries(at, inside, PER: tl.constexpr):
+    """PER neighbouring entries of a table in one word: entries are small, and every load takes an instruction."""
+    bits: tl.constexpr = PER * at.dtype.scalar.element_ty.primitive_bitwidth
+    if PER == 1:
+        return tl.load(at, mask=inside, other=0)
+    elif bits == 64:
+        return tl.load(at.to(tl.pointer_type(tl.int64)), mask=inside, other=0)
+    elif bits == 32:
+        return tl.load(at.to(tl.pointer_type(tl.int32)), mask=inside, other=0)
+    else:
+        return tl.load(at.to(tl.pointer_type(tl.int16)), mask=inside, other=0)
+
+
+@triton.jit
+def _entry(words, number, PER: tl.constexpr, entry: tl.constexpr):
+    """Entry number `number` of every word, of dtype `entry`."""
+    bits: tl.constexpr = entry.primitive_bitwidth
+    if PER == 1:
+        return words
+    elif bits == 32:
+        return (words >> (number * 32)).to(tl.int32).to(entry, bitcast=True)
+    elif bits == 16:
+        return (words >> (number * 16)).to(tl.int16).to(entry, bitcast=True)
+    else:
+        return (words >> (number * 8)).to(tl.uint8).to(entry, bitcast=True)
 
 
 @triton.jit
@@ -95,6 +142,22 @@ def _common(raw, weight, scale, minimum, BASE: tl.constexpr, KIND: tl.constexpr,
             return (raw - (BASE + minimum.to(tl.float32)) * weight) * scale
         return (raw - BASE * weight) * scale + minimum.to(tl.float32) * weight
     return (raw - BASE * weight) * scale
+
+
+@triton.jit
+def _times(one, other, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """Products of the dtype. PAIRS: two at once, which the compiler does not find."""
+    if PAIRS and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+            "=r,r,r",
+            [one, other],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return (one * other).to(dtype)
 
 
 @triton.jit
@@ -161,7 +224,10 @@ def _parts(
     KEY_TOKENS: tl.constexpr,
     KEY_KIND: tl.constexpr,
     KEY_PAIRS: tl.constexpr,
+    KEY_ROOM: tl.constexpr,
+    KEY_PER: tl.constexpr,
     KEY_BASE: tl.constexpr,
+    KEY_OFFSET: tl.constexpr,
     KEY_HAS_MINIMUM: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_PLACES: tl.constexpr,
@@ -172,7 +238,10 @@ def _parts(
     VALUE_TOKENS: tl.constexpr,
     VALUE_KIND: tl.constexpr,
     VALUE_PAIRS: tl.constexpr,
+    VALUE_ROOM: tl.constexpr,
+    VALUE_PER: tl.constexpr,
     VALUE_BASE: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
     VALUE_HAS_MINIMUM: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -231,20 +300,36 @@ def _parts(
     q = ()
     asked_for = tl.zeros([M], tl.float32)
     for place in tl.static_range(KEY_PLACES):
-        asked = kw * KEY_PLACES + place
-        found_q = tl.load(q_at[:, None] + asked[None, :], mask=real[:, None] & (asked < KEY_DIM)[None, :], other=0.0)
-        q += (found_q,)
+        d = kw * KEY_PLACES + place
+        found_q = tl.load(q_at[:, None] + d[None, :], mask=real[:, None] & (d < KEY_DIM)[None, :], other=0.0)
         asked_for += tl.sum(found_q.to(tl.float32), axis=1)
+        # a power of two: exact
+        found_q = (found_q.to(tl.float32) * (1.0 / 2 ** (place * KEY_BITS % KEY_ROOM))).to(dtype)
+        if KEY_TOKENS and KEY_GROUP >= BLOCK:
+            # the identity leaves them as they are, but in the lanes where products want them: every tile scales them
+            found_q = tl.dot(
+                found_q, (kw[:, None] == kw[None, :]).to(tl.float32).to(dtype), input_precision=PRECISION
+            ).to(dtype)
+        q += (found_q,)
     acc = ()
     for _ in tl.static_range(VALUE_PLACES):
         acc += (tl.zeros([M, VW], tl.float32),)
-    common = tl.zeros([M], tl.float32)
+    # sums over rows as products with a matrix of ones: all of its columns say the same
+    ones = tl.full([BLOCK, _COLUMNS], 1.0, tl.float32).to(dtype)
+    weighed = tl.zeros([M, _COLUMNS], tl.float32)
+    scaled_weighed = tl.zeros([M, _COLUMNS], tl.float32)
+    common = tl.zeros([M, _COLUMNS], tl.float32)
     kc_at = key_codes + batch * k_batch + head * k_head
     ks_at = key_scale + batch * ks_batch + head * ks_head
     km_at = key_minimum + batch * ks_batch + head * ks_head
     vc_at = value_codes + batch * v_batch + head * v_head
     vs_at = value_scale + batch * vs_batch + head * vs_head
     vm_at = value_minimum + batch * vs_batch + head * vs_head
+    scale_type: tl.constexpr = key_scale.dtype.element_ty
+    minimum_type: tl.constexpr = key_minimum.dtype.element_ty
+    value_scale_type: tl.constexpr = value_scale.dtype.element_ty
+    value_minimum_type: tl.constexpr = value_minimum.dtype.element_ty
+    end = tl.minimum(stop, own + 1)
     for begin in range(start, stop, BLOCK):
         n = begin + tl.arange(0, BLOCK)
         there = n < stop
@@ -252,16 +337,12 @@ def _parts(
             kc_at + n[None, :] * k_row + kw[:, None], mask=there[None, :] & (kw < KEY_WORDS)[:, None], other=0
         )
         logits = tl.zeros([M, BLOCK], tl.float32)
-        if not KEY_TOKENS and KEY_SLICES > 1:
-            group = (kw * KEY_PLACES) // KEY_GROUP
-            at = n[None, :] * ks_row + group[:, None]
-            inside = there[None, :] & (kw < KEY_WORDS)[:, None]
-            scale = tl.load(ks_at + at, mask=inside, other=0.0)
-            minimum = scale
-            if KEY_HAS_MINIMUM:
-                minimum = tl.load(km_at + at, mask=inside, other=0)
-        for place in tl.static_range(KEY_PLACES):
-            if KEY_TOKENS:
+        # what the logits of a row have in common
+        added = tl.zeros([M], tl.float32)
+        if KEY_TOKENS:
+            scales = ()
+            minima = ()
+            for place in tl.static_range(0, KEY_PLACES, KEY_PER):
                 channel = kw * KEY_PLACES + place
                 if KEY_GROUP >= BLOCK:
                     at = (begin // KEY_GROUP) * ks_row + channel
@@ -269,76 +350,131 @@ def _parts(
                 else:  # several groups side by side in a tile
                     at = (n // KEY_GROUP)[None, :] * ks_row + channel[:, None]
                     inside = (channel < KEY_DIM)[:, None] & there[None, :]
-                scale = tl.load(ks_at + at, mask=inside, other=0.0)
-                minimum = scale
+                scales += (_load_entries(ks_at + at, inside, KEY_PER),)
                 if KEY_HAS_MINIMUM:
-                    minimum = tl.load(km_at + at, mask=inside, other=0)
-                if KEY_GROUP >= BLOCK:
-                    scale, minimum = scale[:, None], minimum[:, None]
-            k = _raw(words, place, KEY_BITS, KEY_KIND, KEY_PAIRS, dtype)
-            if KEY_TOKENS or KEY_SLICES > 1:
-                k = _scaled(k, scale, minimum, KEY_BASE, KEY_KIND, KEY_HAS_MINIMUM, dtype)
-            logits = tl.dot(q[place], k, logits, input_precision=PRECISION)
-        if not KEY_TOKENS and KEY_SLICES == 1:
+                    minima += (_load_entries(km_at + at, inside, KEY_PER),)
+            # scales go onto the query. What the bases add is taken off by the very numbers that read the codes.
+            bases = tl.zeros([M, _COLUMNS], tl.float32)
+            for position in tl.static_range(KEY_ROOM // KEY_BITS):
+                lows = tl.zeros([M, _COLUMNS], tl.float32)
+                for place in tl.static_range(position, KEY_PLACES, KEY_ROOM // KEY_BITS):
+                    k = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                    scale = _entry(scales[place // KEY_PER], place % KEY_PER, KEY_PER, scale_type).to(dtype)
+                    minimum = scale
+                    if KEY_HAS_MINIMUM:
+                        minimum = _entry(minima[place // KEY_PER], place % KEY_PER, KEY_PER, minimum_type).to(dtype)
+                    asked = q[place]
+                    if KEY_GROUP >= BLOCK:
+                        asked = (asked * scale[None, :]).to(dtype)
+                        base = tl.full([KW], -KEY_BASE - KEY_OFFSET * 2 ** (position * KEY_BITS), tl.float32).to(dtype)
+                        base = base[:, None].broadcast_to(KW, _COLUMNS)
+                        bases = tl.dot(asked, base, bases, input_precision=PRECISION)
+                        if KEY_HAS_MINIMUM:
+                            low = minimum[:, None].broadcast_to(KW, _COLUMNS)
+                            if KEY_KIND == 1:
+                                lows = tl.dot(-asked, low, lows, input_precision=PRECISION)
+                            else:
+                                lows = tl.dot(q[place], low, lows, input_precision=PRECISION)
+                    else:
+                        k = _scaled(k, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
+                    logits = tl.dot(asked, k, logits, input_precision=PRECISION)
+                bases += lows * 2.0 ** (position * KEY_BITS)
+            added = tl.max(bases, axis=1)
+        elif KEY_SLICES > 1:
+            group = (kw * KEY_PLACES) // KEY_GROUP
+            at = n[None, :] * ks_row + group[:, None]
+            inside = there[None, :] & (kw < KEY_WORDS)[:, None]
+            scale = tl.load(ks_at + at, mask=inside, other=0.0)
+            minimum = scale
+            if KEY_HAS_MINIMUM:
+                minimum = tl.load(km_at + at, mask=inside, other=0)
+            for place in tl.static_range(KEY_PLACES):
+                raw = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                k = _scaled(raw, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
+                logits = tl.dot(q[place], k, logits, input_precision=PRECISION)
+        else:
+            for place in tl.static_range(KEY_PLACES):
+                raw = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                logits = tl.dot(q[place], raw, logits, input_precision=PRECISION)
             scale = tl.load(ks_at + n * ks_row, mask=there, other=0.0)[None, :]
             minimum = scale
             if KEY_HAS_MINIMUM:
                 minimum = tl.load(km_at + n * ks_row, mask=there, other=0)[None, :]
-            logits = _common(logits, asked_for[:, None], scale, minimum, KEY_BASE, KEY_KIND, KEY_HAS_MINIMUM)
-        logits = soften(logits, scaling, softcap, SOFTCAP)
-        logits = tl.where(there[None, :] & (n[None, :] <= own[:, None]), logits, float("-inf"))
-        weights, peak, total, fade = online(logits, peak, total)
+            logits = _common(
+                logits, asked_for[:, None], scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM
+            )
+        if SOFTCAP:
+            logits = soften(logits + added[:, None], scaling, softcap, SOFTCAP)
+        logits = tl.where(n[None, :] < end[:, None], logits, float("-inf"))
+        if SOFTCAP:
+            weights, peak, fade = weigh(logits, peak, 1.0, 0.0)
+        else:
+            factor = scaling * 1.4426950408889634
+            weights, peak, fade = weigh(logits, peak, factor, added * factor)
+        weights = weights.to(dtype)
+        weighed = tl.dot(weights, ones, weighed * fade[:, None], input_precision=PRECISION)
         words = tl.load(
             vc_at + n[:, None] * v_row + vw[None, :], mask=there[:, None] & (vw < VALUE_WORDS)[None, :], other=0
         )
         if not VALUE_TOKENS:
-            at = n[None, :] * vs_row + part_of[:, None]
-            inside = there[None, :] & real[:, None]
-            scale = tl.load(vs_at + at, mask=inside, other=0.0).to(tl.float32)
-            scaled = (weights * scale).to(dtype)
-            # what all channels of a group have in common; the raw codes are too large by the base
-            if VALUE_HAS_MINIMUM:
-                minimum = tl.load(vm_at + at, mask=inside, other=0).to(tl.float32)
-                if VALUE_KIND == 1:
-                    shared = -scaled.to(tl.float32) * (minimum + VALUE_BASE)
-                else:
-                    shared = weights * minimum - scaled.to(tl.float32) * VALUE_BASE
+            if VALUE_PER == VALUE_SLICES:
+                at = (n * vs_row)[None, :]
+                inside = there[None, :]
             else:
-                shared = -scaled.to(tl.float32) * VALUE_BASE
-            common = common * fade + tl.sum(shared, axis=1)
+                at = n[None, :] * vs_row + (part_of // VALUE_PER * VALUE_PER)[:, None]
+                inside = there[None, :] & real[:, None]
+            number = (part_of % VALUE_PER)[:, None]
+            scale = _entry(_load_entries(vs_at + at, inside, VALUE_PER), number, VALUE_PER, value_scale_type).to(dtype)
+            scale = scale.broadcast_to(M, BLOCK)
+            scaled = _times(weights, scale, VALUE_PAIRS, dtype)
+            scaled_weighed = tl.dot(scaled, ones, scaled_weighed * fade[:, None], input_precision=PRECISION)
+            if VALUE_HAS_MINIMUM:
+                minima = _load_entries(vm_at + at, inside, VALUE_PER)
+                minimum = _entry(minima, number, VALUE_PER, value_minimum_type).to(dtype).broadcast_to(M, BLOCK)
+                if VALUE_KIND == 1:
+                    shared = _times(-scaled, minimum, VALUE_PAIRS, dtype)
+                else:
+                    shared = _times(weights, minimum, VALUE_PAIRS, dtype)
+                common = tl.dot(shared, ones, common * fade[:, None], input_precision=PRECISION)
         else:
-            scaled = weights.to(dtype)
+            scaled = weights
         further = ()
         for place in tl.static_range(VALUE_PLACES):
-            v = _raw(words, place, VALUE_BITS, VALUE_KIND, VALUE_PAIRS, dtype)
+            v = _raw(words, place, VALUE_BITS, VALUE_ROOM, VALUE_KIND, VALUE_PAIRS, dtype)
             if VALUE_TOKENS:
-                channel = vw * VALUE_PLACES + place
-                if VALUE_GROUP >= BLOCK:
-                    at = (begin // VALUE_GROUP) * vs_row + channel
-                    inside = channel < VALUE_DIM
-                else:
-                    at = (n // VALUE_GROUP)[:, None] * vs_row + channel[None, :]
-                    inside = there[:, None] & (channel < VALUE_DIM)[None, :]
-                scale = tl.load(vs_at + at, mask=inside, other=0.0)
-                minimum = scale
-                if VALUE_HAS_MINIMUM:
-                    minimum = tl.load(vm_at + at, mask=inside, other=0)
-                if VALUE_GROUP >= BLOCK:
-                    scale, minimum = scale[None, :], minimum[None, :]
-                v = _scaled(v, scale, minimum, VALUE_BASE, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
+                if place % VALUE_PER == 0:
+                    channel = vw * VALUE_PLACES + place
+                    if VALUE_GROUP >= BLOCK:
+                        at = ((begin // VALUE_GROUP) * vs_row + channel)[None, :]
+                        inside = (channel < VALUE_DIM)[None, :]
+                    else:
+                        at = (n // VALUE_GROUP)[:, None] * vs_row + channel[None, :]
+                        inside = there[:, None] & (channel < VALUE_DIM)[None, :]
+                    scales = _load_entries(vs_at + at, inside, VALUE_PER)
+                    minima = scales
+                    if VALUE_HAS_MINIMUM:
+                        minima = _load_entries(vm_at + at, inside, VALUE_PER)
+                scale = _entry(scales, place % VALUE_PER, VALUE_PER, value_scale_type)
+                minimum = _entry(minima, place % VALUE_PER, VALUE_PER, value_minimum_type)
+                v = _scaled(v, scale, minimum, VALUE_BASE + VALUE_OFFSET, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
             further += (tl.dot(scaled, v, acc[place] * fade[:, None], input_precision=PRECISION),)
         acc = further
 
+    total = tl.max(weighed, axis=1)
     some = total > 0.0
     divisor = tl.where(some, total, 1.0)
     at = program.to(tl.int64) * (GROUP * QUERIES) + m % (GROUP * QUERIES)
     tl.store(part_lse + at, tl.where(some, peak + tl.log2(divisor), float("-inf")), mask=m < GROUP * QUERIES)
+    scaled_total, shared_total = tl.max(scaled_weighed, axis=1), tl.max(common, axis=1)
     for place in tl.static_range(VALUE_PLACES):
         channel = vw * VALUE_PLACES + place
         inside = real[:, None] & (channel < VALUE_DIM)[None, :]
         if VALUE_SLICES > 1:
             inside = inside & (part_of[:, None] == (channel // VALUE_GROUP)[None, :])
-        result = (acc[place] + common[:, None]) / divisor[:, None]
+        # the raw codes are too large by the base, and in other units
+        unit = 2.0 ** (place * VALUE_BITS % VALUE_ROOM)
+        shared = shared_total - scaled_total * (VALUE_BASE / unit + VALUE_OFFSET)
+        result = (acc[place] * (1.0 / unit) + shared[:, None]) / divisor[:, None]
         tl.store(parts + at[:, None] * VALUE_DIM + channel[None, :], result, mask=inside)
 
 
@@ -456,6 +592,10 @@ def _terms(name: str, side: Codes, block: int, dtype: torch.dtype) -> dict[str, 
     if side.bits < 8:
         base = {torch.bfloat16: 128, torch.float16: 1024}.get(dtype, 0)
     kind = {"zero_point": _ZERO, "float8": _FLOAT8}.get(side.mode, _MINIMUM)
+    if side.along == "tokens":
+        folded, most = name == "KEY" and side.group >= block, places
+    else:
+        folded, most = name == "VALUE", slices
     return {
         f"{name}_VIEW": view,
         f"{name}_BITS": side.bits,
@@ -467,6 +607,24 @@ def _terms(name: str, side: Codes, block: int, dtype: torch.dtype) -> dict[str, 
         f"{name}_KIND": kind,
         f"{name}_PAIRS": wide and base > 0 and not interpreted(),
         f"{name}_SLICES": slices,
-        f"{name}_BASE": float(base + (0 if side.mode == "float8" else offset(side.bits, side.mode))),
+        f"{name}_ROOM": _MANTISSA // side.bits * side.bits if folded and 0 < base else side.bits,
+        f"{name}_PER": _entries_per_load(side, most),
+        f"{name}_BASE": float(base),
+        f"{name}_OFFSET": 0 if side.mode == "float8" else offset(side.bits, side.mode),
         f"{name}_HAS_MINIMUM": side.minimum is not None,
     }
+
+
+def _entries_per_load(side: Codes, most: int) -> int:
+    """How many neighbouring entries of the tables are loaded as one word of at most 64 bits."""
+    tables = [side.scale] if side.minimum is None else [side.scale, side.minimum]
+
+    def fits(number: int) -> bool:
+        whole = all(
+            length % number == 0
+            for table in tables
+            for length in (table.shape[3], *table.stride()[:3], table.storage_offset())
+        )
+        return whole and most % number == 0 and all(table.element_size() * number <= 8 for table in tables)
+
+    return next(number for number in (8, 4, 2, 1) if fits(number))
