@@ -55,22 +55,13 @@ def soften(logits, scaling, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def weigh(logits, peak, factor, added):
-    """Running softmax of logits * factor + added, without its sums: (weights, new peak, factor of everything so far).
-
-    factor: positive; added: a number, or one per row.
-    """
-    highest = tl.maximum(peak, tl.max(logits, axis=1) * factor + added)
-    # a query may have seen nothing yet: exp(-inf - -inf) is no number
-    anchor = tl.where(highest == float("-inf"), 0.0, highest)
-    weights = tl.exp2(logits * factor - (anchor - added)[:, None])
-    return weights, highest, tl.exp2(peak - anchor)
-
-
-@triton.jit
 def online(logits, peak, total):
     """One step of the running softmax: (weights, new peak, new total, factor of everything so far)."""
-    weights, highest, fade = weigh(logits, peak, 1.0, 0.0)
+    highest = tl.maximum(peak, tl.max(logits, axis=1))
+    # a query may have seen nothing yet: exp(-inf - -inf) is no number
+    anchor = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(logits - anchor[:, None])
+    fade = tl.exp2(peak - anchor)
     return weights, highest, total * fade + tl.sum(weights, axis=1), fade
 
 

@@ -21,7 +21,7 @@ from kvfoundry.codecs.grouped import offset
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.kernels.coded_decode.codes import Codes
 from kvfoundry.kernels.decode_attention.fused import MOST_QUERIES
-from kvfoundry.kernels.splitting import find_part, join, online, part_buffers, share_out, soften, store_part, weigh
+from kvfoundry.kernels.splitting import find_part, join, online, part_buffers, share_out, soften, store_part
 from kvfoundry.kernels.triton_support import (
     Tuning,
     check_device,
@@ -145,6 +145,18 @@ def _common(raw, weight, scale, minimum, BASE: tl.constexpr, KIND: tl.constexpr,
 
 
 @triton.jit
+def _cut(words, CHUNKS: tl.constexpr):
+    """[rows, words] in so many parts side by side."""
+    if CHUNKS > 1:
+        halves = words.reshape(words.shape[0], 2, words.shape[1] // 2).permute(0, 2, 1)
+        left, right = tl.split(halves)
+        pieces = _cut(left, CHUNKS // 2) + _cut(right, CHUNKS // 2)
+    else:
+        pieces = (words,)
+    return pieces
+
+
+@triton.jit
 def _times(one, other, PAIRS: tl.constexpr, dtype: tl.constexpr):
     """Products of the dtype. PAIRS: two at once, which the compiler does not find."""
     if PAIRS and dtype == tl.bfloat16:
@@ -213,7 +225,9 @@ def _parts(
     VALUE_DIM: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
+    STEP: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_BITS: tl.constexpr,
     KEY_PLACES: tl.constexpr,
@@ -232,6 +246,7 @@ def _parts(
     VALUE_BITS: tl.constexpr,
     VALUE_PLACES: tl.constexpr,
     VALUE_WORDS: tl.constexpr,
+    VALUE_CHUNKS: tl.constexpr,
     VW: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
     VALUE_SLICES: tl.constexpr,
@@ -249,11 +264,11 @@ def _parts(
     program = tl.program_id(0)
     index = tl.arange(0, HEADS)
     rows = tl.load(work + index, mask=index < heads_total * 2, other=0)
-    splits = share_out(rows, wanted, BLOCK)
+    splits = share_out(rows, wanted, STEP)
     if program >= tl.sum(splits, axis=0):
         return
     # kinds alternate: the codes of a head, then its tail
-    found, start, stop = find_part(program, rows, splits, BLOCK, HEADS)
+    found, start, stop = find_part(program, rows, splits, STEP, HEADS)
     owner = found // 2
     count = tl.load(coded + owner)
     tail = tl.load(tails + owner)
@@ -280,8 +295,8 @@ def _parts(
         tv_at = tail_values + batch * tv_batch + head * tv_head
         tail_acc = tl.zeros([M, DV], tl.float32)
         # few rows: no tiles in flight, which would take the shared memory of other programs
-        for begin in tl.range(start, stop, BLOCK, num_stages=1):
-            n = begin + tl.arange(0, BLOCK)
+        for begin in tl.range(start, stop, TAIL_BLOCK, num_stages=1):
+            n = begin + tl.arange(0, TAIL_BLOCK)
             there = n < stop
             inside = there[None, :] & (dk < KEY_DIM)[:, None]
             k = tl.load(tk_at + n[None, :] * tk_row + dk[:, None], mask=inside, other=0.0)
@@ -296,7 +311,10 @@ def _parts(
 
     q_at = query + batch * q_batch + query_head * q_head + number_of * q_query
     kw = tl.arange(0, KW)
+    # a row that belongs to one slice reads only the words of its chunk: no sums that nobody wants
     vw = tl.arange(0, VW)
+    chunk_of = part_of // (VALUE_SLICES // VALUE_CHUNKS)
+    within = tl.arange(0, VW // VALUE_CHUNKS)
     q = ()
     asked_for = tl.zeros([M], tl.float32)
     for place in tl.static_range(KEY_PLACES):
@@ -313,12 +331,12 @@ def _parts(
         q += (found_q,)
     acc = ()
     for _ in tl.static_range(VALUE_PLACES):
-        acc += (tl.zeros([M, VW], tl.float32),)
+        acc += (tl.zeros([M, VW // VALUE_CHUNKS], tl.float32),)
     # sums over rows as products with a matrix of ones: all of its columns say the same
     ones = tl.full([BLOCK, _COLUMNS], 1.0, tl.float32).to(dtype)
     weighed = tl.zeros([M, _COLUMNS], tl.float32)
     scaled_weighed = tl.zeros([M, _COLUMNS], tl.float32)
-    common = tl.zeros([M, _COLUMNS], tl.float32)
+    shared_weighed = tl.zeros([M, _COLUMNS], tl.float32)
     kc_at = key_codes + batch * k_batch + head * k_head
     ks_at = key_scale + batch * ks_batch + head * ks_head
     km_at = key_minimum + batch * ks_batch + head * ks_head
@@ -330,152 +348,175 @@ def _parts(
     value_scale_type: tl.constexpr = value_scale.dtype.element_ty
     value_minimum_type: tl.constexpr = value_minimum.dtype.element_ty
     end = tl.minimum(stop, own + 1)
-    for begin in range(start, stop, BLOCK):
-        n = begin + tl.arange(0, BLOCK)
-        there = n < stop
-        words = tl.load(
-            kc_at + n[None, :] * k_row + kw[:, None], mask=there[None, :] & (kw < KEY_WORDS)[:, None], other=0
-        )
-        logits = tl.zeros([M, BLOCK], tl.float32)
-        # what the logits of a row have in common
-        added = tl.zeros([M], tl.float32)
-        if KEY_TOKENS:
-            scales = ()
-            minima = ()
-            for place in tl.static_range(0, KEY_PLACES, KEY_PER):
-                channel = kw * KEY_PLACES + place
-                if KEY_GROUP >= BLOCK:
-                    at = (begin // KEY_GROUP) * ks_row + channel
-                    inside = channel < KEY_DIM
-                else:  # several groups side by side in a tile
-                    at = (n // KEY_GROUP)[None, :] * ks_row + channel[:, None]
-                    inside = (channel < KEY_DIM)[:, None] & there[None, :]
-                scales += (_load_entries(ks_at + at, inside, KEY_PER),)
-                if KEY_HAS_MINIMUM:
-                    minima += (_load_entries(km_at + at, inside, KEY_PER),)
-            # scales go onto the query. What the bases add is taken off by the very numbers that read the codes.
-            bases = tl.zeros([M, _COLUMNS], tl.float32)
-            for position in tl.static_range(KEY_ROOM // KEY_BITS):
-                lows = tl.zeros([M, _COLUMNS], tl.float32)
-                for place in tl.static_range(position, KEY_PLACES, KEY_ROOM // KEY_BITS):
-                    k = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
-                    scale = _entry(scales[place // KEY_PER], place % KEY_PER, KEY_PER, scale_type).to(dtype)
-                    minimum = scale
-                    if KEY_HAS_MINIMUM:
-                        minimum = _entry(minima[place // KEY_PER], place % KEY_PER, KEY_PER, minimum_type).to(dtype)
-                    asked = q[place]
-                    if KEY_GROUP >= BLOCK:
-                        asked = (asked * scale[None, :]).to(dtype)
-                        base = tl.full([KW], -KEY_BASE - KEY_OFFSET * 2 ** (position * KEY_BITS), tl.float32).to(dtype)
-                        base = base[:, None].broadcast_to(KW, _COLUMNS)
-                        bases = tl.dot(asked, base, bases, input_precision=PRECISION)
-                        if KEY_HAS_MINIMUM:
-                            low = minimum[:, None].broadcast_to(KW, _COLUMNS)
-                            if KEY_KIND == 1:
-                                lows = tl.dot(-asked, low, lows, input_precision=PRECISION)
-                            else:
-                                lows = tl.dot(q[place], low, lows, input_precision=PRECISION)
-                    else:
-                        k = _scaled(k, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
-                    logits = tl.dot(asked, k, logits, input_precision=PRECISION)
-                bases += lows * 2.0 ** (position * KEY_BITS)
-            added = tl.max(bases, axis=1)
-        elif KEY_SLICES > 1:
-            group = (kw * KEY_PLACES) // KEY_GROUP
-            at = n[None, :] * ks_row + group[:, None]
-            inside = there[None, :] & (kw < KEY_WORDS)[:, None]
-            scale = tl.load(ks_at + at, mask=inside, other=0.0)
-            minimum = scale
-            if KEY_HAS_MINIMUM:
-                minimum = tl.load(km_at + at, mask=inside, other=0)
-            for place in tl.static_range(KEY_PLACES):
-                raw = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
-                k = _scaled(raw, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
-                logits = tl.dot(q[place], k, logits, input_precision=PRECISION)
-        else:
-            for place in tl.static_range(KEY_PLACES):
-                raw = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
-                logits = tl.dot(q[place], raw, logits, input_precision=PRECISION)
-            scale = tl.load(ks_at + n * ks_row, mask=there, other=0.0)[None, :]
-            minimum = scale
-            if KEY_HAS_MINIMUM:
-                minimum = tl.load(km_at + n * ks_row, mask=there, other=0)[None, :]
-            logits = _common(
-                logits, asked_for[:, None], scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM
+    # the peak and everything that is compared with it are in base 2
+    factor = 1.0 if SOFTCAP else scaling * 1.4426950408889634
+    for begin in range(start, stop, STEP):
+        # logits of the tiles, and what those of a tile have in common; tiles of one group of tokens share its scales
+        logits = ()
+        added = ()
+        highest = peak
+        for tile in tl.static_range(0, STEP, BLOCK):
+            n = begin + tile + tl.arange(0, BLOCK)
+            there = n < stop
+            words = tl.load(
+                kc_at + n[None, :] * k_row + kw[:, None], mask=there[None, :] & (kw < KEY_WORDS)[:, None], other=0
             )
-        if SOFTCAP:
-            logits = soften(logits + added[:, None], scaling, softcap, SOFTCAP)
-        logits = tl.where(n[None, :] < end[:, None], logits, float("-inf"))
-        if SOFTCAP:
-            weights, peak, fade = weigh(logits, peak, 1.0, 0.0)
-        else:
-            factor = scaling * 1.4426950408889634
-            weights, peak, fade = weigh(logits, peak, factor, added * factor)
-        weights = weights.to(dtype)
-        weighed = tl.dot(weights, ones, weighed * fade[:, None], input_precision=PRECISION)
-        words = tl.load(
-            vc_at + n[:, None] * v_row + vw[None, :], mask=there[:, None] & (vw < VALUE_WORDS)[None, :], other=0
-        )
-        if not VALUE_TOKENS:
-            if VALUE_PER == VALUE_SLICES:
-                at = (n * vs_row)[None, :]
-                inside = there[None, :]
+            logit = tl.zeros([M, BLOCK], tl.float32)
+            common = tl.zeros([M], tl.float32)
+            if KEY_TOKENS:
+                scales = ()
+                minima = ()
+                for place in tl.static_range(0, KEY_PLACES, KEY_PER):
+                    channel = kw * KEY_PLACES + place
+                    if KEY_GROUP >= BLOCK:
+                        at = ((begin + tile) // KEY_GROUP) * ks_row + channel
+                        inside = channel < KEY_DIM
+                    else:  # several groups side by side in a tile
+                        at = (n // KEY_GROUP)[None, :] * ks_row + channel[:, None]
+                        inside = (channel < KEY_DIM)[:, None] & there[None, :]
+                    scales += (_load_entries(ks_at + at, inside, KEY_PER),)
+                    if KEY_HAS_MINIMUM:
+                        minima += (_load_entries(km_at + at, inside, KEY_PER),)
+                # scales go onto the query. What the bases add is taken off by the very numbers that read the codes.
+                bases = tl.zeros([M, _COLUMNS], tl.float32)
+                for position in tl.static_range(KEY_ROOM // KEY_BITS):
+                    lows = tl.zeros([M, _COLUMNS], tl.float32)
+                    for place in tl.static_range(position, KEY_PLACES, KEY_ROOM // KEY_BITS):
+                        scale = _entry(scales[place // KEY_PER], place % KEY_PER, KEY_PER, scale_type).to(dtype)
+                        minimum = scale
+                        if KEY_HAS_MINIMUM:
+                            minimum = _entry(minima[place // KEY_PER], place % KEY_PER, KEY_PER, minimum_type).to(dtype)
+                        asked = q[place]
+                        if KEY_GROUP >= BLOCK:
+                            asked = (asked * scale[None, :]).to(dtype)
+                            base = tl.full([KW], -KEY_BASE - KEY_OFFSET * 2 ** (position * KEY_BITS), tl.float32)
+                            base = base.to(dtype)[:, None].broadcast_to(KW, _COLUMNS)
+                            bases = tl.dot(asked, base, bases, input_precision=PRECISION)
+                            if KEY_HAS_MINIMUM:
+                                low = minimum[:, None].broadcast_to(KW, _COLUMNS)
+                                if KEY_KIND == 1:
+                                    lows = tl.dot(-asked, low, lows, input_precision=PRECISION)
+                                else:
+                                    lows = tl.dot(q[place], low, lows, input_precision=PRECISION)
+                        k = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                        if KEY_GROUP < BLOCK:
+                            k = _scaled(k, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
+                        logit = tl.dot(asked, k, logit, input_precision=PRECISION)
+                    bases += lows * 2.0 ** (position * KEY_BITS)
+                common = tl.max(bases, axis=1)
+            elif KEY_SLICES > 1:
+                group = (kw * KEY_PLACES) // KEY_GROUP
+                at = n[None, :] * ks_row + group[:, None]
+                inside = there[None, :] & (kw < KEY_WORDS)[:, None]
+                scale = tl.load(ks_at + at, mask=inside, other=0.0)
+                minimum = scale
+                if KEY_HAS_MINIMUM:
+                    minimum = tl.load(km_at + at, mask=inside, other=0)
+                for place in tl.static_range(KEY_PLACES):
+                    raw = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                    k = _scaled(raw, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
+                    logit = tl.dot(q[place], k, logit, input_precision=PRECISION)
             else:
-                at = n[None, :] * vs_row + (part_of // VALUE_PER * VALUE_PER)[:, None]
-                inside = there[None, :] & real[:, None]
-            number = (part_of % VALUE_PER)[:, None]
-            scale = _entry(_load_entries(vs_at + at, inside, VALUE_PER), number, VALUE_PER, value_scale_type).to(dtype)
-            scale = scale.broadcast_to(M, BLOCK)
-            scaled = _times(weights, scale, VALUE_PAIRS, dtype)
-            scaled_weighed = tl.dot(scaled, ones, scaled_weighed * fade[:, None], input_precision=PRECISION)
-            if VALUE_HAS_MINIMUM:
-                minima = _load_entries(vm_at + at, inside, VALUE_PER)
-                minimum = _entry(minima, number, VALUE_PER, value_minimum_type).to(dtype).broadcast_to(M, BLOCK)
-                if VALUE_KIND == 1:
-                    shared = _times(-scaled, minimum, VALUE_PAIRS, dtype)
-                else:
-                    shared = _times(weights, minimum, VALUE_PAIRS, dtype)
-                common = tl.dot(shared, ones, common * fade[:, None], input_precision=PRECISION)
-        else:
-            scaled = weights
+                for place in tl.static_range(KEY_PLACES):
+                    raw = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                    logit = tl.dot(q[place], raw, logit, input_precision=PRECISION)
+                scale = tl.load(ks_at + n * ks_row, mask=there, other=0.0)[None, :]
+                minimum = scale
+                if KEY_HAS_MINIMUM:
+                    minimum = tl.load(km_at + n * ks_row, mask=there, other=0)[None, :]
+                logit = _common(
+                    logit, asked_for[:, None], scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM
+                )
+            if SOFTCAP:
+                logit = soften(logit + common[:, None], scaling, softcap, SOFTCAP)
+                common = tl.zeros([M], tl.float32)
+            logit = tl.where(n[None, :] < end[:, None], logit, float("-inf"))
+            highest = tl.maximum(highest, tl.max(logit, axis=1) * factor + common * factor)
+            logits += (logit,)
+            added += (common * factor,)
+        # a query may have seen nothing yet: exp(-inf - -inf) is no number
+        anchor = tl.where(highest == float("-inf"), 0.0, highest)
+        fade = tl.exp2(peak - anchor)
+        peak = highest
+        weighed *= fade[:, None]
+        scaled_weighed *= fade[:, None]
+        shared_weighed *= fade[:, None]
         further = ()
         for place in tl.static_range(VALUE_PLACES):
-            v = _raw(words, place, VALUE_BITS, VALUE_ROOM, VALUE_KIND, VALUE_PAIRS, dtype)
-            if VALUE_TOKENS:
-                if place % VALUE_PER == 0:
-                    channel = vw * VALUE_PLACES + place
-                    if VALUE_GROUP >= BLOCK:
-                        at = ((begin // VALUE_GROUP) * vs_row + channel)[None, :]
-                        inside = (channel < VALUE_DIM)[None, :]
-                    else:
-                        at = (n // VALUE_GROUP)[:, None] * vs_row + channel[None, :]
-                        inside = there[:, None] & (channel < VALUE_DIM)[None, :]
-                    scales = _load_entries(vs_at + at, inside, VALUE_PER)
-                    minima = scales
-                    if VALUE_HAS_MINIMUM:
-                        minima = _load_entries(vm_at + at, inside, VALUE_PER)
-                scale = _entry(scales, place % VALUE_PER, VALUE_PER, value_scale_type)
-                minimum = _entry(minima, place % VALUE_PER, VALUE_PER, value_minimum_type)
-                v = _scaled(v, scale, minimum, VALUE_BASE + VALUE_OFFSET, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
-            further += (tl.dot(scaled, v, acc[place] * fade[:, None], input_precision=PRECISION),)
+            further += (acc[place] * fade[:, None],)
         acc = further
+        for tile in tl.static_range(STEP // BLOCK):
+            n = begin + tile * BLOCK + tl.arange(0, BLOCK)
+            there = n < stop
+            weights = tl.exp2(logits[tile] * factor - (anchor - added[tile])[:, None]).to(dtype)
+            weighed = tl.dot(weights, ones, weighed, input_precision=PRECISION)
+            scaled = weights
+            if not VALUE_TOKENS:
+                if VALUE_PER == VALUE_SLICES:
+                    at = (n * vs_row)[None, :]
+                    inside = there[None, :]
+                else:
+                    at = n[None, :] * vs_row + (part_of // VALUE_PER * VALUE_PER)[:, None]
+                    inside = there[None, :] & real[:, None]
+                number = (part_of % VALUE_PER)[:, None]
+                scale = _entry(_load_entries(vs_at + at, inside, VALUE_PER), number, VALUE_PER, value_scale_type)
+                scale = scale.to(dtype).broadcast_to(M, BLOCK)
+                scaled = _times(weights, scale, VALUE_PAIRS, dtype)
+                scaled_weighed = tl.dot(scaled, ones, scaled_weighed, input_precision=PRECISION)
+                if VALUE_HAS_MINIMUM:
+                    minima = _load_entries(vm_at + at, inside, VALUE_PER)
+                    minimum = _entry(minima, number, VALUE_PER, value_minimum_type).to(dtype).broadcast_to(M, BLOCK)
+                    if VALUE_KIND == 1:
+                        shared = _times(-scaled, minimum, VALUE_PAIRS, dtype)
+                    else:
+                        shared = _times(weights, minimum, VALUE_PAIRS, dtype)
+                    shared_weighed = tl.dot(shared, ones, shared_weighed, input_precision=PRECISION)
+            words = tl.load(
+                vc_at + n[:, None] * v_row + vw[None, :], mask=there[:, None] & (vw < VALUE_WORDS)[None, :], other=0
+            )
+            pieces = _cut(words, VALUE_CHUNKS)
+            for chunk in tl.static_range(VALUE_CHUNKS):
+                reading = scaled
+                if VALUE_CHUNKS > 1:
+                    reading = tl.where((chunk_of == chunk)[:, None], scaled, tl.zeros([M, BLOCK], tl.float32).to(dtype))
+                further = ()
+                for place in tl.static_range(VALUE_PLACES):
+                    v = _raw(pieces[chunk], place, VALUE_BITS, VALUE_ROOM, VALUE_KIND, VALUE_PAIRS, dtype)
+                    if VALUE_TOKENS:
+                        if place % VALUE_PER == 0:
+                            channel = vw * VALUE_PLACES + place
+                            if VALUE_GROUP >= BLOCK:
+                                at = ((begin // VALUE_GROUP) * vs_row + channel)[None, :]
+                                inside = (channel < VALUE_DIM)[None, :]
+                            else:
+                                at = (n // VALUE_GROUP)[:, None] * vs_row + channel[None, :]
+                                inside = there[:, None] & (channel < VALUE_DIM)[None, :]
+                            scales = _load_entries(vs_at + at, inside, VALUE_PER)
+                            minima = scales
+                            if VALUE_HAS_MINIMUM:
+                                minima = _load_entries(vm_at + at, inside, VALUE_PER)
+                        scale = _entry(scales, place % VALUE_PER, VALUE_PER, value_scale_type)
+                        minimum = _entry(minima, place % VALUE_PER, VALUE_PER, value_minimum_type)
+                        v = _scaled(v, scale, minimum, VALUE_BASE + VALUE_OFFSET, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
+                    further += (tl.dot(reading, v, acc[place], input_precision=PRECISION),)
+                acc = further
 
     total = tl.max(weighed, axis=1)
     some = total > 0.0
     divisor = tl.where(some, total, 1.0)
     at = program.to(tl.int64) * (GROUP * QUERIES) + m % (GROUP * QUERIES)
     tl.store(part_lse + at, tl.where(some, peak + tl.log2(divisor), float("-inf")), mask=m < GROUP * QUERIES)
-    scaled_total, shared_total = tl.max(scaled_weighed, axis=1), tl.max(common, axis=1)
+    scaled_total, shared_total = tl.max(scaled_weighed, axis=1), tl.max(shared_weighed, axis=1)
     for place in tl.static_range(VALUE_PLACES):
-        channel = vw * VALUE_PLACES + place
-        inside = real[:, None] & (channel < VALUE_DIM)[None, :]
+        channel = (chunk_of[:, None] * (VW // VALUE_CHUNKS) + within[None, :]) * VALUE_PLACES + place
+        inside = real[:, None] & (channel < VALUE_DIM)
         if VALUE_SLICES > 1:
-            inside = inside & (part_of[:, None] == (channel // VALUE_GROUP)[None, :])
+            inside = inside & (part_of[:, None] == channel // VALUE_GROUP)
         # the raw codes are too large by the base, and in other units
         unit = 2.0 ** (place * VALUE_BITS % VALUE_ROOM)
         shared = shared_total - scaled_total * (VALUE_BASE / unit + VALUE_OFFSET)
         result = (acc[place] * (1.0 / unit) + shared[:, None]) / divisor[:, None]
-        tl.store(parts + at[:, None] * VALUE_DIM + channel[None, :], result, mask=inside)
+        tl.store(parts + at[:, None] * VALUE_DIM + channel, result, mask=inside)
 
 
 @launches
@@ -509,11 +550,15 @@ def attend(
     tensors = (query, coded, tails, tail_keys, tail_values, tail_query, sinks, keys.codes, keys.scale, keys.minimum)
     check_device(*tensors, values.codes, values.scale, values.minimum)
     group = query_heads // heads
+    side_terms = {**_terms("KEY", keys, query.dtype), **_terms("VALUE", values, query.dtype)}
+    words = {"KEY": side_terms.pop("KEY_VIEW"), "VALUE": side_terms.pop("VALUE_VIEW")}
+    chunks = _chunks(words["VALUE"].shape[3], side_terms["VALUE_SLICES"])
     # a tile within one group of tokens where groups are no smaller than the least tile of the tensor cores
     groups = [max(_LEAST, side.group) for side in (keys, values) if side.along == "tokens"]
     block = min(tuning.block, *groups, tuning.block)
-    side_terms = {**_terms("KEY", keys, block, query.dtype), **_terms("VALUE", values, block, query.dtype)}
-    words = {"KEY": side_terms.pop("KEY_VIEW"), "VALUE": side_terms.pop("VALUE_VIEW")}
+    for side in (keys, values):
+        if side.along == "tokens" and side.group % block and block % side.group:
+            raise KVFoundryError(f"groups of {side.group} tokens and tiles of {block} rows do not fill each other.")
     wanted = multiprocessors(query.device) * tuning.programs
     programs = wanted + 2 * batch * heads
     work = torch.stack([coded, tails], dim=-1)
@@ -557,19 +602,24 @@ def attend(
         VALUE_DIM=value_dim,
         DK=next_power(key_dim, 16),
         DV=next_power(value_dim, 16),
+        STEP=tuning.block,
         BLOCK=block,
+        TAIL_BLOCK=tuning.block,
         HEADS=next_power(2 * batch * heads),
+        KW=next_power(words["KEY"].shape[3], 16),
+        VALUE_CHUNKS=chunks,
+        VW=next_power(words["VALUE"].shape[3], 16),
         **side_terms,
         SOFTCAP=softcap is not None,
         PRECISION=dot_precision(query.dtype),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )
-    join(parts, part_lse, work, output, lse, sinks, wanted=wanted, block=block)
+    join(parts, part_lse, work, output, lse, sinks, wanted=wanted, block=tuning.block)
     return output if lse is None else (output, lse)
 
 
-def _terms(name: str, side: Codes, block: int, dtype: torch.dtype) -> dict[str, Any]:
+def _terms(name: str, side: Codes, dtype: torch.dtype) -> dict[str, Any]:
     """How one side is read, as arguments of the kernel, and its codes as words."""
     size = side.codes.shape[3]
     if side.bits not in (1, 2, 4, 8):
@@ -583,8 +633,6 @@ def _terms(name: str, side: Codes, block: int, dtype: torch.dtype) -> dict[str, 
     wide = side.bits < 8 and size % 2 == 0 and size // 2 > 8 and even
     view = side.codes.view(torch.int16) if wide else side.codes
     places = (16 if wide else 8) // side.bits
-    if side.along == "tokens" and side.group % block and block % side.group:
-        raise KVFoundryError(f"groups of {side.group} tokens and tiles of {block} rows do not fill each other.")
     if side.along == "channels" and side.group % places and side.group < side.dim:
         raise KVFoundryError(f"groups of {side.group} channels are no whole number of {places} codes.")
     slices = -(-side.dim // side.group) if side.along == "channels" else 1
@@ -593,7 +641,7 @@ def _terms(name: str, side: Codes, block: int, dtype: torch.dtype) -> dict[str, 
         base = {torch.bfloat16: 128, torch.float16: 1024}.get(dtype, 0)
     kind = {"zero_point": _ZERO, "float8": _FLOAT8}.get(side.mode, _MINIMUM)
     if side.along == "tokens":
-        folded, most = name == "KEY" and side.group >= block, places
+        folded, most = name == "KEY" and side.group >= _LEAST, places
     else:
         folded, most = name == "VALUE", slices
     return {
@@ -601,7 +649,6 @@ def _terms(name: str, side: Codes, block: int, dtype: torch.dtype) -> dict[str, 
         f"{name}_BITS": side.bits,
         f"{name}_PLACES": places,
         f"{name}_WORDS": view.shape[3],
-        "KW" if name == "KEY" else "VW": next_power(view.shape[3], 16),
         f"{name}_GROUP": side.group,
         f"{name}_TOKENS": side.along == "tokens",
         f"{name}_KIND": kind,
@@ -613,6 +660,13 @@ def _terms(name: str, side: Codes, block: int, dtype: torch.dtype) -> dict[str, 
         f"{name}_OFFSET": 0 if side.mode == "float8" else offset(side.bits, side.mode),
         f"{name}_HAS_MINIMUM": side.minimum is not None,
     }
+
+
+def _chunks(words: int, slices: int) -> int:
+    """Into how many parts, each of some words and whole slices, the words of a row of values are cut."""
+    whole = next_power(words, 16) == words
+
+    return max(number for number in (1, 2, 4, 8) if number == 1 or (whole and slices % number == 0 and words // number >= 8))
 
 
 def _entries_per_load(side: Codes, most: int) -> int:
