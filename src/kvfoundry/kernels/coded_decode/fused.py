@@ -145,6 +145,24 @@ def _common(raw, weight, scale, minimum, BASE: tl.constexpr, KIND: tl.constexpr,
 
 
 @triton.jit
+def _entry_of_row(words, number, PER: tl.constexpr, entry: tl.constexpr, PAIRS: tl.constexpr, M: tl.constexpr):
+    """As `_entry` of words [1, rows] or [M, rows], [M, rows]; number: [M, 1]."""
+    bits: tl.constexpr = PER * entry.primitive_bitwidth
+    if PAIRS and PER > 1 and bits <= 64 and entry.primitive_bitwidth == 16:
+        if bits == 64:
+            words = (words >> (number // 2 * 32)).to(tl.int32)
+        # one half of each of two words at once
+        words = words.broadcast_to(M, words.shape[1])
+        halves = tl.where(number % 2 == 0, 0x5410, 0x7632).broadcast_to(M, words.shape[1])
+        found = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r,r", [words, halves], dtype=tl.int16, is_pure=True, pack=2
+        ).to(entry, bitcast=True)
+    else:
+        found = _entry(words, number, PER, entry).broadcast_to(M, words.shape[1])
+    return found
+
+
+@triton.jit
 def _cut(words, CHUNKS: tl.constexpr):
     """[rows, words] in so many parts side by side."""
     if CHUNKS > 1:
@@ -202,22 +220,22 @@ def _parts(
     tq_query,
     k_batch,
     k_head,
-    k_row,
     ks_batch,
     ks_head,
-    ks_row,
     v_batch,
     v_head,
-    v_row,
     vs_batch,
     vs_head,
-    vs_row,
     tk_batch,
     tk_head,
     tk_row,
     tv_batch,
     tv_head,
     tv_row,
+    K_ROW: tl.constexpr,
+    KS_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    VS_ROW: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     M: tl.constexpr,
@@ -316,6 +334,7 @@ def _parts(
     chunk_of = part_of // (VALUE_SLICES // VALUE_CHUNKS)
     within = tl.arange(0, VW // VALUE_CHUNKS)
     q = ()
+    unscaled = ()
     asked_for = tl.zeros([M], tl.float32)
     for place in tl.static_range(KEY_PLACES):
         d = kw * KEY_PLACES + place
@@ -323,12 +342,11 @@ def _parts(
         asked_for += tl.sum(found_q.to(tl.float32), axis=1)
         # a power of two: exact
         found_q = (found_q.to(tl.float32) * (1.0 / 2 ** (place * KEY_BITS % KEY_ROOM))).to(dtype)
+        q += (found_q,)
         if KEY_TOKENS and KEY_GROUP >= BLOCK:
             # the identity leaves them as they are, but in the lanes where products want them: every tile scales them
-            found_q = tl.dot(
-                found_q, (kw[:, None] == kw[None, :]).to(tl.float32).to(dtype), input_precision=PRECISION
-            ).to(dtype)
-        q += (found_q,)
+            identity = (kw[:, None] == kw[None, :]).to(tl.float32).to(dtype)
+            unscaled += (tl.dot(found_q, identity, input_precision=PRECISION).to(dtype),)
     acc = ()
     for _ in tl.static_range(VALUE_PLACES):
         acc += (tl.zeros([M, VW // VALUE_CHUNKS], tl.float32),)
@@ -359,7 +377,7 @@ def _parts(
             n = begin + tile + tl.arange(0, BLOCK)
             there = n < stop
             words = tl.load(
-                kc_at + n[None, :] * k_row + kw[:, None], mask=there[None, :] & (kw < KEY_WORDS)[:, None], other=0
+                kc_at + n[None, :] * K_ROW + kw[:, None], mask=there[None, :] & (kw < KEY_WORDS)[:, None], other=0
             )
             logit = tl.zeros([M, BLOCK], tl.float32)
             common = tl.zeros([M], tl.float32)
@@ -369,10 +387,10 @@ def _parts(
                 for place in tl.static_range(0, KEY_PLACES, KEY_PER):
                     channel = kw * KEY_PLACES + place
                     if KEY_GROUP >= BLOCK:
-                        at = ((begin + tile) // KEY_GROUP) * ks_row + channel
+                        at = ((begin + tile) // KEY_GROUP) * KS_ROW + channel
                         inside = channel < KEY_DIM
                     else:  # several groups side by side in a tile
-                        at = (n // KEY_GROUP)[None, :] * ks_row + channel[:, None]
+                        at = (n // KEY_GROUP)[None, :] * KS_ROW + channel[:, None]
                         inside = (channel < KEY_DIM)[:, None] & there[None, :]
                     scales += (_load_entries(ks_at + at, inside, KEY_PER),)
                     if KEY_HAS_MINIMUM:
@@ -388,7 +406,7 @@ def _parts(
                             minimum = _entry(minima[place // KEY_PER], place % KEY_PER, KEY_PER, minimum_type).to(dtype)
                         asked = q[place]
                         if KEY_GROUP >= BLOCK:
-                            asked = (asked * scale[None, :]).to(dtype)
+                            asked = (unscaled[place] * scale[None, :]).to(dtype)
                             base = tl.full([KW], -KEY_BASE - KEY_OFFSET * 2 ** (position * KEY_BITS), tl.float32)
                             base = base.to(dtype)[:, None].broadcast_to(KW, _COLUMNS)
                             bases = tl.dot(asked, base, bases, input_precision=PRECISION)
@@ -406,7 +424,7 @@ def _parts(
                 common = tl.max(bases, axis=1)
             elif KEY_SLICES > 1:
                 group = (kw * KEY_PLACES) // KEY_GROUP
-                at = n[None, :] * ks_row + group[:, None]
+                at = n[None, :] * KS_ROW + group[:, None]
                 inside = there[None, :] & (kw < KEY_WORDS)[:, None]
                 scale = tl.load(ks_at + at, mask=inside, other=0.0)
                 minimum = scale
@@ -420,10 +438,10 @@ def _parts(
                 for place in tl.static_range(KEY_PLACES):
                     raw = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
                     logit = tl.dot(q[place], raw, logit, input_precision=PRECISION)
-                scale = tl.load(ks_at + n * ks_row, mask=there, other=0.0)[None, :]
+                scale = tl.load(ks_at + n * KS_ROW, mask=there, other=0.0)[None, :]
                 minimum = scale
                 if KEY_HAS_MINIMUM:
-                    minimum = tl.load(km_at + n * ks_row, mask=there, other=0)[None, :]
+                    minimum = tl.load(km_at + n * KS_ROW, mask=there, other=0)[None, :]
                 logit = _common(
                     logit, asked_for[:, None], scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM
                 )
@@ -450,35 +468,38 @@ def _parts(
             there = n < stop
             weights = tl.exp2(logits[tile] * factor - (anchor - added[tile])[:, None]).to(dtype)
             weighed = tl.dot(weights, ones, weighed, input_precision=PRECISION)
-            scaled = weights
             if not VALUE_TOKENS:
                 if VALUE_PER == VALUE_SLICES:
-                    at = (n * vs_row)[None, :]
+                    at = (n * VS_ROW)[None, :]
                     inside = there[None, :]
                 else:
-                    at = n[None, :] * vs_row + (part_of // VALUE_PER * VALUE_PER)[:, None]
+                    at = n[None, :] * VS_ROW + (part_of // VALUE_PER * VALUE_PER)[:, None]
                     inside = there[None, :] & real[:, None]
                 number = (part_of % VALUE_PER)[:, None]
-                scale = _entry(_load_entries(vs_at + at, inside, VALUE_PER), number, VALUE_PER, value_scale_type)
-                scale = scale.to(dtype).broadcast_to(M, BLOCK)
-                scaled = _times(weights, scale, VALUE_PAIRS, dtype)
-                scaled_weighed = tl.dot(scaled, ones, scaled_weighed, input_precision=PRECISION)
+                scale = _load_entries(vs_at + at, inside, VALUE_PER)
+                scale = _entry_of_row(scale, number, VALUE_PER, value_scale_type, VALUE_PAIRS, M).to(dtype)
                 if VALUE_HAS_MINIMUM:
-                    minima = _load_entries(vm_at + at, inside, VALUE_PER)
-                    minimum = _entry(minima, number, VALUE_PER, value_minimum_type).to(dtype).broadcast_to(M, BLOCK)
-                    if VALUE_KIND == 1:
-                        shared = _times(-scaled, minimum, VALUE_PAIRS, dtype)
-                    else:
+                    minimum = _load_entries(vm_at + at, inside, VALUE_PER)
+                    minimum = _entry_of_row(minimum, number, VALUE_PER, value_minimum_type, VALUE_PAIRS, M).to(dtype)
+                    if VALUE_KIND == 0:
                         shared = _times(weights, minimum, VALUE_PAIRS, dtype)
-                    shared_weighed = tl.dot(shared, ones, shared_weighed, input_precision=PRECISION)
+                        shared_weighed = tl.dot(shared, ones, shared_weighed, input_precision=PRECISION)
             words = tl.load(
-                vc_at + n[:, None] * v_row + vw[None, :], mask=there[:, None] & (vw < VALUE_WORDS)[None, :], other=0
+                vc_at + n[:, None] * V_ROW + vw[None, :], mask=there[:, None] & (vw < VALUE_WORDS)[None, :], other=0
             )
             pieces = _cut(words, VALUE_CHUNKS)
             for chunk in tl.static_range(VALUE_CHUNKS):
-                reading = scaled
-                if VALUE_CHUNKS > 1:
-                    reading = tl.where((chunk_of == chunk)[:, None], scaled, tl.zeros([M, BLOCK], tl.float32).to(dtype))
+                reading = weights
+                if not VALUE_TOKENS:
+                    own_scale = scale
+                    if VALUE_CHUNKS > 1:
+                        nothing = tl.zeros([M, BLOCK], tl.float32).to(dtype)
+                        own_scale = tl.where((chunk_of == chunk)[:, None], scale, nothing)
+                    reading = _times(weights, own_scale, VALUE_PAIRS, dtype)
+                    scaled_weighed = tl.dot(reading, ones, scaled_weighed, input_precision=PRECISION)
+                    if VALUE_KIND == 1:
+                        shared = _times(-reading, minimum, VALUE_PAIRS, dtype)
+                        shared_weighed = tl.dot(shared, ones, shared_weighed, input_precision=PRECISION)
                 further = ()
                 for place in tl.static_range(VALUE_PLACES):
                     v = _raw(pieces[chunk], place, VALUE_BITS, VALUE_ROOM, VALUE_KIND, VALUE_PAIRS, dtype)
@@ -486,10 +507,10 @@ def _parts(
                         if place % VALUE_PER == 0:
                             channel = vw * VALUE_PLACES + place
                             if VALUE_GROUP >= BLOCK:
-                                at = ((begin // VALUE_GROUP) * vs_row + channel)[None, :]
+                                at = ((begin // VALUE_GROUP) * VS_ROW + channel)[None, :]
                                 inside = (channel < VALUE_DIM)[None, :]
                             else:
-                                at = (n // VALUE_GROUP)[:, None] * vs_row + channel[None, :]
+                                at = (n // VALUE_GROUP)[:, None] * VS_ROW + channel[None, :]
                                 inside = there[:, None] & (channel < VALUE_DIM)[None, :]
                             scales = _load_entries(vs_at + at, inside, VALUE_PER)
                             minima = scales
@@ -589,12 +610,16 @@ def attend(
         softcap or 1.0,
         *query.stride()[:3],
         *tail_query.stride()[:3],
-        *words["KEY"].stride()[:3],
-        *keys.scale.stride()[:3],
-        *words["VALUE"].stride()[:3],
-        *values.scale.stride()[:3],
+        *words["KEY"].stride()[:2],
+        *keys.scale.stride()[:2],
+        *words["VALUE"].stride()[:2],
+        *values.scale.stride()[:2],
         *tail_keys.stride()[:3],
         *tail_values.stride()[:3],
+        K_ROW=words["KEY"].stride(2),
+        KS_ROW=keys.scale.stride(2),
+        V_ROW=words["VALUE"].stride(2),
+        VS_ROW=values.scale.stride(2),
         GROUP=group,
         QUERIES=queries,
         M=next_power(group * queries * side_terms["VALUE_SLICES"], 16),
