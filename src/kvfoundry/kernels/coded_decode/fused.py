@@ -96,14 +96,14 @@ def _raw(
 def _load_entries(at, inside, PER: tl.constexpr):
     """PER neighbouring entries of a table in one word: entries are small, and every load takes an instruction."""
     bits: tl.constexpr = PER * at.dtype.scalar.element_ty.primitive_bitwidth
-    if PER == 1:
-        return tl.load(at, mask=inside, other=0)
-    elif bits == 64:
-        return tl.load(at.to(tl.pointer_type(tl.int64)), mask=inside, other=0)
-    elif bits == 32:
-        return tl.load(at.to(tl.pointer_type(tl.int32)), mask=inside, other=0)
-    else:
-        return tl.load(at.to(tl.pointer_type(tl.int16)), mask=inside, other=0)
+    if PER > 1:
+        if bits == 64:
+            at = at.to(tl.pointer_type(tl.int64))
+        elif bits == 32:
+            at = at.to(tl.pointer_type(tl.int32))
+        else:
+            at = at.to(tl.pointer_type(tl.int16))
+    return tl.load(at, mask=inside, other=None if inside is None else 0)
 
 
 @triton.jit
@@ -163,15 +163,9 @@ def _entry_of_row(words, number, PER: tl.constexpr, entry: tl.constexpr, PAIRS: 
 
 
 @triton.jit
-def _cut(words, CHUNKS: tl.constexpr):
-    """[rows, words] in so many parts side by side."""
-    if CHUNKS > 1:
-        halves = words.reshape(words.shape[0], 2, words.shape[1] // 2).permute(0, 2, 1)
-        left, right = tl.split(halves)
-        pieces = _cut(left, CHUNKS // 2) + _cut(right, CHUNKS // 2)
-    else:
-        pieces = (words,)
-    return pieces
+def _beside(left, right):
+    """[M, n] and [M, n] as [M, 2 n]; all lanes keep what they have."""
+    return tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
 
 
 @triton.jit
@@ -332,7 +326,6 @@ def _parts(
     # a row that belongs to one slice reads only the words of its chunk: no sums that nobody wants
     vw = tl.arange(0, VW)
     chunk_of = part_of // (VALUE_SLICES // VALUE_CHUNKS)
-    within = tl.arange(0, VW // VALUE_CHUNKS)
     q = ()
     unscaled = ()
     asked_for = tl.zeros([M], tl.float32)
@@ -340,16 +333,15 @@ def _parts(
         d = kw * KEY_PLACES + place
         found_q = tl.load(q_at[:, None] + d[None, :], mask=real[:, None] & (d < KEY_DIM)[None, :], other=0.0)
         asked_for += tl.sum(found_q.to(tl.float32), axis=1)
-        # a power of two: exact
-        found_q = (found_q.to(tl.float32) * (1.0 / 2 ** (place * KEY_BITS % KEY_ROOM))).to(dtype)
         q += (found_q,)
         if KEY_TOKENS and KEY_GROUP >= BLOCK:
-            # the identity leaves them as they are, but in the lanes where products want them: every tile scales them
-            identity = (kw[:, None] == kw[None, :]).to(tl.float32).to(dtype)
-            unscaled += (tl.dot(found_q, identity, input_precision=PRECISION).to(dtype),)
+            # The identity leaves numbers as they are, but in the lanes where products want them: every tile scales them.
+            # A power of two is exact.
+            identity = (kw[:, None] == kw[None, :]).to(tl.float32) / 2 ** (place * KEY_BITS % KEY_ROOM)
+            unscaled += (tl.dot(found_q, identity.to(dtype), input_precision=PRECISION).to(dtype),)
     acc = ()
     for _ in tl.static_range(VALUE_PLACES):
-        acc += (tl.zeros([M, VW // VALUE_CHUNKS], tl.float32),)
+        acc += (tl.zeros([M, VW], tl.float32),)
     # sums over rows as products with a matrix of ones: all of its columns say the same
     ones = tl.full([BLOCK, _COLUMNS], 1.0, tl.float32).to(dtype)
     weighed = tl.zeros([M, _COLUMNS], tl.float32)
@@ -366,6 +358,7 @@ def _parts(
     value_scale_type: tl.constexpr = value_scale.dtype.element_ty
     value_minimum_type: tl.constexpr = value_minimum.dtype.element_ty
     end = tl.minimum(stop, own + 1)
+    seen_by_all = tl.min(end, axis=0)
     # the peak and everything that is compared with it are in base 2
     factor = 1.0 if SOFTCAP else scaling * 1.4426950408889634
     for begin in range(start, stop, STEP):
@@ -374,11 +367,9 @@ def _parts(
         added = ()
         highest = peak
         for tile in tl.static_range(0, STEP, BLOCK):
-            n = begin + tile + tl.arange(0, BLOCK)
-            there = n < stop
-            words = tl.load(
-                kc_at + n[None, :] * K_ROW + kw[:, None], mask=there[None, :] & (kw < KEY_WORDS)[:, None], other=0
-            )
+            # behind the last row it is read again: nothing weighs it
+            n = tl.minimum(begin + tile + tl.arange(0, BLOCK), stop - 1)
+            words = tl.load(kc_at + n[None, :] * K_ROW + kw[:, None], mask=(kw < KEY_WORDS)[:, None], other=0)
             logit = tl.zeros([M, BLOCK], tl.float32)
             common = tl.zeros([M], tl.float32)
             if KEY_TOKENS:
@@ -391,41 +382,39 @@ def _parts(
                         inside = channel < KEY_DIM
                     else:  # several groups side by side in a tile
                         at = (n // KEY_GROUP)[None, :] * KS_ROW + channel[:, None]
-                        inside = (channel < KEY_DIM)[:, None] & there[None, :]
+                        inside = (channel < KEY_DIM)[:, None]
                     scales += (_load_entries(ks_at + at, inside, KEY_PER),)
                     if KEY_HAS_MINIMUM:
                         minima += (_load_entries(km_at + at, inside, KEY_PER),)
                 # scales go onto the query. What the bases add is taken off by the very numbers that read the codes.
                 bases = tl.zeros([M, _COLUMNS], tl.float32)
-                for position in tl.static_range(KEY_ROOM // KEY_BITS):
-                    lows = tl.zeros([M, _COLUMNS], tl.float32)
-                    for place in tl.static_range(position, KEY_PLACES, KEY_ROOM // KEY_BITS):
-                        scale = _entry(scales[place // KEY_PER], place % KEY_PER, KEY_PER, scale_type).to(dtype)
-                        minimum = scale
-                        if KEY_HAS_MINIMUM:
-                            minimum = _entry(minima[place // KEY_PER], place % KEY_PER, KEY_PER, minimum_type).to(dtype)
-                        asked = q[place]
-                        if KEY_GROUP >= BLOCK:
-                            asked = (unscaled[place] * scale[None, :]).to(dtype)
-                            base = tl.full([KW], -KEY_BASE - KEY_OFFSET * 2 ** (position * KEY_BITS), tl.float32)
-                            base = base.to(dtype)[:, None].broadcast_to(KW, _COLUMNS)
-                            bases = tl.dot(asked, base, bases, input_precision=PRECISION)
-                            if KEY_HAS_MINIMUM:
-                                low = minimum[:, None].broadcast_to(KW, _COLUMNS)
-                                if KEY_KIND == 1:
-                                    lows = tl.dot(-asked, low, lows, input_precision=PRECISION)
-                                else:
-                                    lows = tl.dot(q[place], low, lows, input_precision=PRECISION)
-                        k = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
-                        if KEY_GROUP < BLOCK:
-                            k = _scaled(k, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
-                        logit = tl.dot(asked, k, logit, input_precision=PRECISION)
-                    bases += lows * 2.0 ** (position * KEY_BITS)
-                common = tl.max(bases, axis=1)
+                lows = tl.zeros([M, _COLUMNS], tl.float32)
+                for place in tl.static_range(KEY_PLACES):
+                    scale = _entry(scales[place // KEY_PER], place % KEY_PER, KEY_PER, scale_type).to(dtype)
+                    minimum = scale
+                    if KEY_HAS_MINIMUM:
+                        minimum = _entry(minima[place // KEY_PER], place % KEY_PER, KEY_PER, minimum_type).to(dtype)
+                    asked = q[place]
+                    k = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                    if KEY_GROUP >= BLOCK:
+                        unit = 2 ** (place * KEY_BITS % KEY_ROOM)
+                        asked = (unscaled[place] * scale[None, :]).to(dtype)
+                        base = tl.full([KW], -KEY_BASE - KEY_OFFSET * unit, tl.float32)
+                        if KEY_KIND == 1:
+                            base -= minimum.to(tl.float32) * unit
+                        elif KEY_HAS_MINIMUM:
+                            low = minimum[:, None].broadcast_to(KW, _COLUMNS)
+                            lows = tl.dot(q[place], low, lows, input_precision=PRECISION)
+                        base = base.to(dtype)[:, None].broadcast_to(KW, _COLUMNS)
+                        bases = tl.dot(asked, base, bases, input_precision=PRECISION)
+                    else:
+                        k = _scaled(k, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
+                    logit = tl.dot(asked, k, logit, input_precision=PRECISION)
+                common = tl.max(bases + lows, axis=1)
             elif KEY_SLICES > 1:
                 group = (kw * KEY_PLACES) // KEY_GROUP
                 at = n[None, :] * KS_ROW + group[:, None]
-                inside = there[None, :] & (kw < KEY_WORDS)[:, None]
+                inside = (kw < KEY_WORDS)[:, None]
                 scale = tl.load(ks_at + at, mask=inside, other=0.0)
                 minimum = scale
                 if KEY_HAS_MINIMUM:
@@ -438,17 +427,19 @@ def _parts(
                 for place in tl.static_range(KEY_PLACES):
                     raw = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
                     logit = tl.dot(q[place], raw, logit, input_precision=PRECISION)
-                scale = tl.load(ks_at + n * KS_ROW, mask=there, other=0.0)[None, :]
+                scale = tl.load(ks_at + n * KS_ROW)[None, :]
                 minimum = scale
                 if KEY_HAS_MINIMUM:
-                    minimum = tl.load(km_at + n * KS_ROW, mask=there, other=0)[None, :]
+                    minimum = tl.load(km_at + n * KS_ROW)[None, :]
                 logit = _common(
                     logit, asked_for[:, None], scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM
                 )
             if SOFTCAP:
                 logit = soften(logit + common[:, None], scaling, softcap, SOFTCAP)
                 common = tl.zeros([M], tl.float32)
-            logit = tl.where(n[None, :] < end[:, None], logit, float("-inf"))
+            if begin + STEP > seen_by_all:
+                n = begin + tile + tl.arange(0, BLOCK)
+                logit = tl.where(n[None, :] < end[:, None], logit, float("-inf"))
             highest = tl.maximum(highest, tl.max(logit, axis=1) * factor + common * factor)
             logits += (logit,)
             added += (common * factor,)
@@ -464,17 +455,16 @@ def _parts(
             further += (acc[place] * fade[:, None],)
         acc = further
         for tile in tl.static_range(STEP // BLOCK):
-            n = begin + tile * BLOCK + tl.arange(0, BLOCK)
-            there = n < stop
+            n = tl.minimum(begin + tile * BLOCK + tl.arange(0, BLOCK), stop - 1)
             weights = tl.exp2(logits[tile] * factor - (anchor - added[tile])[:, None]).to(dtype)
             weighed = tl.dot(weights, ones, weighed, input_precision=PRECISION)
             if not VALUE_TOKENS:
                 if VALUE_PER == VALUE_SLICES:
                     at = (n * VS_ROW)[None, :]
-                    inside = there[None, :]
+                    inside = None
                 else:
                     at = n[None, :] * VS_ROW + (part_of // VALUE_PER * VALUE_PER)[:, None]
-                    inside = there[None, :] & real[:, None]
+                    inside = real[:, None]
                 number = (part_of % VALUE_PER)[:, None]
                 scale = _load_entries(vs_at + at, inside, VALUE_PER)
                 scale = _entry_of_row(scale, number, VALUE_PER, value_scale_type, VALUE_PAIRS, M).to(dtype)
@@ -484,43 +474,54 @@ def _parts(
                     if VALUE_KIND == 0:
                         shared = _times(weights, minimum, VALUE_PAIRS, dtype)
                         shared_weighed = tl.dot(shared, ones, shared_weighed, input_precision=PRECISION)
-            words = tl.load(
-                vc_at + n[:, None] * V_ROW + vw[None, :], mask=there[:, None] & (vw < VALUE_WORDS)[None, :], other=0
-            )
-            pieces = _cut(words, VALUE_CHUNKS)
+            # chunks below each other are read by the weights of their own rows beside each other
+            reading = ()
             for chunk in tl.static_range(VALUE_CHUNKS):
-                reading = weights
+                part = weights
                 if not VALUE_TOKENS:
                     own_scale = scale
                     if VALUE_CHUNKS > 1:
                         nothing = tl.zeros([M, BLOCK], tl.float32).to(dtype)
                         own_scale = tl.where((chunk_of == chunk)[:, None], scale, nothing)
-                    reading = _times(weights, own_scale, VALUE_PAIRS, dtype)
-                    scaled_weighed = tl.dot(reading, ones, scaled_weighed, input_precision=PRECISION)
+                    part = _times(weights, own_scale, VALUE_PAIRS, dtype)
+                    scaled_weighed = tl.dot(part, ones, scaled_weighed, input_precision=PRECISION)
                     if VALUE_KIND == 1:
-                        shared = _times(-reading, minimum, VALUE_PAIRS, dtype)
+                        shared = _times(-part, minimum, VALUE_PAIRS, dtype)
                         shared_weighed = tl.dot(shared, ones, shared_weighed, input_precision=PRECISION)
-                further = ()
-                for place in tl.static_range(VALUE_PLACES):
-                    v = _raw(pieces[chunk], place, VALUE_BITS, VALUE_ROOM, VALUE_KIND, VALUE_PAIRS, dtype)
-                    if VALUE_TOKENS:
-                        if place % VALUE_PER == 0:
-                            channel = vw * VALUE_PLACES + place
-                            if VALUE_GROUP >= BLOCK:
-                                at = ((begin // VALUE_GROUP) * VS_ROW + channel)[None, :]
-                                inside = (channel < VALUE_DIM)[None, :]
-                            else:
-                                at = (n // VALUE_GROUP)[:, None] * VS_ROW + channel[None, :]
-                                inside = there[:, None] & (channel < VALUE_DIM)[None, :]
-                            scales = _load_entries(vs_at + at, inside, VALUE_PER)
-                            minima = scales
-                            if VALUE_HAS_MINIMUM:
-                                minima = _load_entries(vm_at + at, inside, VALUE_PER)
-                        scale = _entry(scales, place % VALUE_PER, VALUE_PER, value_scale_type)
-                        minimum = _entry(minima, place % VALUE_PER, VALUE_PER, value_minimum_type)
-                        v = _scaled(v, scale, minimum, VALUE_BASE + VALUE_OFFSET, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
-                    further += (tl.dot(reading, v, acc[place], input_precision=PRECISION),)
-                acc = further
+                reading += (part,)
+            for level in tl.static_range(3):
+                if VALUE_CHUNKS >> level > 1:
+                    wider = ()
+                    for chunk in tl.static_range(0, VALUE_CHUNKS >> level, 2):
+                        wider += (_beside(reading[chunk], reading[chunk + 1]),)
+                    reading = wider
+            lines = tl.arange(0, VALUE_CHUNKS * BLOCK)
+            row = tl.minimum(begin + tile * BLOCK + lines % BLOCK, stop - 1)
+            words = tl.load(
+                vc_at + row[:, None] * V_ROW + (lines // BLOCK * VW)[:, None] + vw[None, :],
+                mask=(vw < VALUE_WORDS)[None, :],
+                other=0,
+            )
+            further = ()
+            for place in tl.static_range(VALUE_PLACES):
+                v = _raw(words, place, VALUE_BITS, VALUE_ROOM, VALUE_KIND, VALUE_PAIRS, dtype)
+                if VALUE_TOKENS:
+                    if place % VALUE_PER == 0:
+                        channel = vw * VALUE_PLACES + place
+                        if VALUE_GROUP >= BLOCK:
+                            at = (((begin + tile * BLOCK) // VALUE_GROUP) * VS_ROW + channel)[None, :]
+                        else:
+                            at = (n // VALUE_GROUP)[:, None] * VS_ROW + channel[None, :]
+                        inside = (channel < VALUE_DIM)[None, :]
+                        scales = _load_entries(vs_at + at, inside, VALUE_PER)
+                        minima = scales
+                        if VALUE_HAS_MINIMUM:
+                            minima = _load_entries(vm_at + at, inside, VALUE_PER)
+                    scale = _entry(scales, place % VALUE_PER, VALUE_PER, value_scale_type)
+                    minimum = _entry(minima, place % VALUE_PER, VALUE_PER, value_minimum_type)
+                    v = _scaled(v, scale, minimum, VALUE_BASE + VALUE_OFFSET, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
+                further += (tl.dot(reading[0], v, acc[place], input_precision=PRECISION),)
+            acc = further
 
     total = tl.max(weighed, axis=1)
     some = total > 0.0
@@ -529,7 +530,7 @@ def _parts(
     tl.store(part_lse + at, tl.where(some, peak + tl.log2(divisor), float("-inf")), mask=m < GROUP * QUERIES)
     scaled_total, shared_total = tl.max(scaled_weighed, axis=1), tl.max(shared_weighed, axis=1)
     for place in tl.static_range(VALUE_PLACES):
-        channel = (chunk_of[:, None] * (VW // VALUE_CHUNKS) + within[None, :]) * VALUE_PLACES + place
+        channel = (chunk_of[:, None] * VW + vw[None, :]) * VALUE_PLACES + place
         inside = real[:, None] & (channel < VALUE_DIM)
         if VALUE_SLICES > 1:
             inside = inside & (part_of[:, None] == channel // VALUE_GROUP)
@@ -633,7 +634,7 @@ def attend(
         HEADS=next_power(2 * batch * heads),
         KW=next_power(words["KEY"].shape[3], 16),
         VALUE_CHUNKS=chunks,
-        VW=next_power(words["VALUE"].shape[3], 16),
+        VW=next_power(words["VALUE"].shape[3], 16) // chunks,
         **side_terms,
         SOFTCAP=softcap is not None,
         PRECISION=dot_precision(query.dtype),
