@@ -3,11 +3,18 @@
 A row is read in words of 8 or 16 bits. The codes at one place of all words are the channels place, place + n, ...: a
 matrix product over channels may take them in any order, so each place is one product of its own, with the matching
 channels of the query, and no code ever changes its lane. Codes below 128 become bfloat16 by one bit operation: the low
-bits of the pattern of 128.0 count in whole numbers (of 1024.0 in float16); the base is taken off sums, not codes.
+bits of the pattern of 128.0 count in whole numbers (of 1024.0 in float16); the base is taken off sums, not codes. Codes
+that lie higher in the word need not be moved down: they count in larger units, which the other factor takes back.
+
+Scales of keys per channel go onto the query, once for a tile that lies within one group of tokens; their minima, and
+the base, add the same to all logits of a row, found by products with a matrix whose columns are all alike.
 
 Scales of values per token go onto the softmax weights. Groups of channels differ in them, and a tile of the tensor
 cores has 16 rows of which a group of query heads fills few: so every query head has one row for each group of channels,
-with the weights of that group, and of each row only the channels of its group are written.
+with the weights of that group, and of each row only the channels of its group are written. Words whose groups belong to
+different rows are laid below each other, as further rows of values, so that a row sums little else than its own.
+
+Tables are read several entries in one word, ahead of their use like the codes: such copies have four bytes or more.
 """
 
 from __future__ import annotations
@@ -110,14 +117,16 @@ def _load_entries(at, inside, PER: tl.constexpr):
 def _entry(words, number, PER: tl.constexpr, entry: tl.constexpr):
     """Entry number `number` of every word, of dtype `entry`."""
     bits: tl.constexpr = entry.primitive_bitwidth
-    if PER == 1:
-        return words
-    elif bits == 32:
-        return (words >> (number * 32)).to(tl.int32).to(entry, bitcast=True)
-    elif bits == 16:
-        return (words >> (number * 16)).to(tl.int16).to(entry, bitcast=True)
-    else:
-        return (words >> (number * 8)).to(tl.uint8).to(entry, bitcast=True)
+    if PER > 1:
+        words = words >> (number * bits)
+        if bits == 32:
+            words = words.to(tl.int32)
+        elif bits == 16:
+            words = words.to(tl.int16)
+        else:
+            words = words.to(tl.uint8)
+        words = words.to(entry, bitcast=True)
+    return words
 
 
 @triton.jit
@@ -163,16 +172,22 @@ def _entry_of_row(words, number, PER: tl.constexpr, entry: tl.constexpr, PAIRS: 
 
 
 @triton.jit
-def _beside(left, right):
+def _beside(left, right, PAIRS: tl.constexpr, dtype: tl.constexpr):
     """[M, n] and [M, n] as [M, 2 n]; all lanes keep what they have."""
-    return tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
+    both = tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
+    if PAIRS:
+        # Nothing is moved; but where the compiler sees a join it expects numbers of 4 bits and lays out a product so.
+        both = tl.inline_asm_elementwise(
+            "mov.b16 $0, $1;", "=h,h", [both.to(tl.int16, bitcast=True)], dtype=tl.int16, is_pure=False, pack=1
+        ).to(dtype, bitcast=True)
+    return both
 
 
 @triton.jit
 def _times(one, other, PAIRS: tl.constexpr, dtype: tl.constexpr):
     """Products of the dtype. PAIRS: two at once, which the compiler does not find."""
     if PAIRS and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
+        product = tl.inline_asm_elementwise(
             "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
             "=r,r,r",
             [one, other],
@@ -181,7 +196,8 @@ def _times(one, other, PAIRS: tl.constexpr, dtype: tl.constexpr):
             pack=2,
         )
     else:
-        return (one * other).to(dtype)
+        product = (one * other).to(dtype)
+    return product
 
 
 @triton.jit
@@ -327,7 +343,7 @@ def _parts(
     vw = tl.arange(0, VW)
     chunk_of = part_of // (VALUE_SLICES // VALUE_CHUNKS)
     q = ()
-    unscaled = ()
+    q_in_lanes = ()
     asked_for = tl.zeros([M], tl.float32)
     for place in tl.static_range(KEY_PLACES):
         d = kw * KEY_PLACES + place
@@ -335,10 +351,9 @@ def _parts(
         asked_for += tl.sum(found_q.to(tl.float32), axis=1)
         q += (found_q,)
         if KEY_TOKENS and KEY_GROUP >= BLOCK:
-            # The identity leaves numbers as they are, but in the lanes where products want them: every tile scales them.
-            # A power of two is exact.
+            # As they are (a power of two is exact), but in the lanes where products want them: every tile scales them.
             identity = (kw[:, None] == kw[None, :]).to(tl.float32) / 2 ** (place * KEY_BITS % KEY_ROOM)
-            unscaled += (tl.dot(found_q, identity.to(dtype), input_precision=PRECISION).to(dtype),)
+            q_in_lanes += (tl.dot(found_q, identity.to(dtype), input_precision=PRECISION).to(dtype),)
     acc = ()
     for _ in tl.static_range(VALUE_PLACES):
         acc += (tl.zeros([M, VW], tl.float32),)
@@ -378,7 +393,7 @@ def _parts(
                 for place in tl.static_range(0, KEY_PLACES, KEY_PER):
                     channel = kw * KEY_PLACES + place
                     if KEY_GROUP >= BLOCK:
-                        at = ((begin + tile) // KEY_GROUP) * KS_ROW + channel
+                        at = (tl.minimum(begin + tile, stop - 1) // KEY_GROUP) * KS_ROW + channel
                         inside = channel < KEY_DIM
                     else:  # several groups side by side in a tile
                         at = (n // KEY_GROUP)[None, :] * KS_ROW + channel[:, None]
@@ -394,11 +409,10 @@ def _parts(
                     minimum = scale
                     if KEY_HAS_MINIMUM:
                         minimum = _entry(minima[place // KEY_PER], place % KEY_PER, KEY_PER, minimum_type).to(dtype)
-                    asked = q[place]
                     k = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
                     if KEY_GROUP >= BLOCK:
                         unit = 2 ** (place * KEY_BITS % KEY_ROOM)
-                        asked = (unscaled[place] * scale[None, :]).to(dtype)
+                        asked = (q_in_lanes[place] * scale[None, :]).to(dtype)
                         base = tl.full([KW], -KEY_BASE - KEY_OFFSET * unit, tl.float32)
                         if KEY_KIND == 1:
                             base -= minimum.to(tl.float32) * unit
@@ -408,6 +422,7 @@ def _parts(
                         base = base.to(dtype)[:, None].broadcast_to(KW, _COLUMNS)
                         bases = tl.dot(asked, base, bases, input_precision=PRECISION)
                     else:
+                        asked = q[place]
                         k = _scaled(k, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
                     logit = tl.dot(asked, k, logit, input_precision=PRECISION)
                 common = tl.max(bases + lows, axis=1)
@@ -493,7 +508,7 @@ def _parts(
                 if VALUE_CHUNKS >> level > 1:
                     wider = ()
                     for chunk in tl.static_range(0, VALUE_CHUNKS >> level, 2):
-                        wider += (_beside(reading[chunk], reading[chunk + 1]),)
+                        wider += (_beside(reading[chunk], reading[chunk + 1], VALUE_PAIRS, dtype),)
                     reading = wider
             lines = tl.arange(0, VALUE_CHUNKS * BLOCK)
             row = tl.minimum(begin + tile * BLOCK + lines % BLOCK, stop - 1)
@@ -509,7 +524,7 @@ def _parts(
                     if place % VALUE_PER == 0:
                         channel = vw * VALUE_PLACES + place
                         if VALUE_GROUP >= BLOCK:
-                            at = (((begin + tile * BLOCK) // VALUE_GROUP) * VS_ROW + channel)[None, :]
+                            at = (tl.minimum(begin + tile * BLOCK, stop - 1) // VALUE_GROUP * VS_ROW + channel)[None, :]
                         else:
                             at = (n // VALUE_GROUP)[:, None] * VS_ROW + channel[None, :]
                         inside = (channel < VALUE_DIM)[None, :]
@@ -520,7 +535,7 @@ def _parts(
                     scale = _entry(scales, place % VALUE_PER, VALUE_PER, value_scale_type)
                     minimum = _entry(minima, place % VALUE_PER, VALUE_PER, value_minimum_type)
                     v = _scaled(v, scale, minimum, VALUE_BASE + VALUE_OFFSET, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
-                further += (tl.dot(reading[0], v, acc[place], input_precision=PRECISION),)
+                further += (tl.dot(reading[0], v, acc[place], input_precision=PRECISION),)  # type: ignore[misc]
             acc = further
 
     total = tl.max(weighed, axis=1)
@@ -680,7 +695,7 @@ def _terms(name: str, side: Codes, dtype: torch.dtype) -> dict[str, Any]:
         f"{name}_KIND": kind,
         f"{name}_PAIRS": wide and base > 0 and not interpreted(),
         f"{name}_SLICES": slices,
-        f"{name}_ROOM": _MANTISSA // side.bits * side.bits if folded and 0 < base else side.bits,
+        f"{name}_ROOM": _MANTISSA // side.bits * side.bits if folded and base > 0 else side.bits,
         f"{name}_PER": _entries_per_load(side, most),
         f"{name}_BASE": float(base),
         f"{name}_OFFSET": 0 if side.mode == "float8" else offset(side.bits, side.mode),
@@ -692,7 +707,9 @@ def _chunks(words: int, slices: int) -> int:
     """Into how many parts, each of some words and whole slices, the words of a row of values are cut."""
     whole = next_power(words, 16) == words
 
-    return max(number for number in (1, 2, 4, 8) if number == 1 or (whole and slices % number == 0 and words // number >= 8))
+    return max(
+        number for number in (1, 2, 4, 8) if number == 1 or (whole and slices % number == 0 and words // number >= 8)
+    )
 
 
 def _entries_per_load(side: Codes, most: int) -> int:
