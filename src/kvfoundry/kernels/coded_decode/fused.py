@@ -362,13 +362,14 @@ def _parts(
     weighed = tl.zeros([M, _COLUMNS], tl.float32)
     scaled_weighed = tl.zeros([M, _COLUMNS], tl.float32)
     shared_weighed = tl.zeros([M, _COLUMNS], tl.float32)
+    scale_type: tl.constexpr = key_scale.dtype.element_ty
     kc_at = key_codes + batch * k_batch + head * k_head
     ks_at = key_scale + batch * ks_batch + head * ks_head
     km_at = key_minimum + batch * ks_batch + head * ks_head
+    apart = (km_at.to(tl.int64) - ks_at.to(tl.int64)) // (scale_type.primitive_bitwidth // 8)
     vc_at = value_codes + batch * v_batch + head * v_head
     vs_at = value_scale + batch * vs_batch + head * vs_head
     vm_at = value_minimum + batch * vs_batch + head * vs_head
-    scale_type: tl.constexpr = key_scale.dtype.element_ty
     minimum_type: tl.constexpr = key_minimum.dtype.element_ty
     value_scale_type: tl.constexpr = value_scale.dtype.element_ty
     value_minimum_type: tl.constexpr = value_minimum.dtype.element_ty
@@ -398,9 +399,16 @@ def _parts(
                     else:  # several groups side by side in a tile
                         at = (n // KEY_GROUP)[None, :] * KS_ROW + channel[:, None]
                         inside = (channel < KEY_DIM)[:, None]
-                    scales += (_load_entries(ks_at + at, inside, KEY_PER),)
-                    if KEY_HAS_MINIMUM:
-                        minima += (_load_entries(km_at + at, inside, KEY_PER),)
+                    if KEY_HAS_MINIMUM and KEY_KIND == 0 and KEY_GROUP >= BLOCK:
+                        # both tables in one load, which is wide enough to be shared out over the lanes
+                        pair = at[:, None] + (tl.arange(0, 2) * apart)[None, :]
+                        scale, minimum = tl.split(_load_entries(ks_at + pair, inside[:, None], KEY_PER))
+                        scales += (scale,)
+                        minima += (minimum,)
+                    else:
+                        scales += (_load_entries(ks_at + at, inside, KEY_PER),)
+                        if KEY_HAS_MINIMUM:
+                            minima += (_load_entries(km_at + at, inside, KEY_PER),)
                 # scales go onto the query. What the bases add is taken off by the very numbers that read the codes.
                 bases = tl.zeros([M, _COLUMNS], tl.float32)
                 lows = tl.zeros([M, _COLUMNS], tl.float32)
