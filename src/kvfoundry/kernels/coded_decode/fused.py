@@ -663,6 +663,7 @@ def attend(
         PRECISION=dot_precision(query.dtype),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
+        **({} if tuning.registers is None else {"maxnreg": tuning.registers}),
     )
     join(parts, part_lse, work, output, lse, sinks, wanted=wanted, block=tuning.block)
     return output if lse is None else (output, lse)
