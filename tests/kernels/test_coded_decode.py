@@ -17,10 +17,10 @@ from kvfoundry.kernels.coded_decode import Codes, naive
 HEADS = 2
 
 
-def attend(device: torch.device, *arguments: Any, **terms: Any) -> Any:
+def attend(device: torch.device, *arguments: Any, block: int = 16, **terms: Any) -> Any:
     from kvfoundry.kernels.coded_decode import fused
 
-    tuning = fused.DEFAULT if device.type == "cuda" else replace(fused.DEFAULT, block=16, programs=1)
+    tuning = fused.DEFAULT if device.type == "cuda" else replace(fused.DEFAULT, block=block, programs=1)
     return fused.attend(*arguments, tuning=tuning, **terms)
 
 
@@ -58,6 +58,7 @@ def check(
     dim: int = 64,
     coded: Any = ((48, 0), (16, 32)),
     tails: Any = ((5, 1), (0, 20)),
+    block: int = 16,
     **terms: Any,
 ) -> None:
     count, tail = (torch.tensor(number, dtype=torch.int32, device=device) for number in (coded, tails))
@@ -68,7 +69,7 @@ def check(
         tensor[torch.arange(24, device=device) >= tail[..., None]] = float("nan")
     arguments = (query, keys(rows[0]), values(rows[1]), count, *newest, tail)
     expected = naive.attend(*arguments, scaling=0.1, return_lse=True, **terms)
-    found = attend(device, *arguments, scaling=0.1, return_lse=True, **terms)
+    found = attend(device, *arguments, block=block, scaling=0.1, return_lse=True, **terms)
     assert_near(found[0], expected[0], dtype)
     assert_near(found[1], expected[1], dtype)
 
@@ -84,6 +85,13 @@ def test_keys_per_channel_values_per_token(device: torch.device, bits: int, dim:
 def test_groups_smaller_than_a_tile(device: torch.device, size: int) -> None:
     check(device, lambda rows: per_channel(rows, 4, size), lambda rows: per_token(rows, 4))
     check(device, lambda rows: per_token(rows, 4), lambda rows: per_channel(rows, 2, size), coded=((44, 0), (16, 32)))
+
+
+@pytest.mark.parametrize("block", [32, 64])
+def test_several_tiles_a_step(device: torch.device, block: int) -> None:
+    """Steps that end within a head, and groups of tokens larger than a step."""
+    check(device, lambda rows: per_channel(rows, 2), lambda rows: per_token(rows, 2), dim=128, block=block)
+    check(device, lambda rows: per_channel(rows, 2, 64), lambda rows: per_token(rows, 2), dim=128, block=block)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -89,9 +89,13 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Shape of a launch: rows per tile, warps per program, tiles in flight, programs per multiprocessor."""
+    """Shape of a launch: rows per tile, warps per program, tiles in flight, programs per multiprocessor.
+
+    registers: of a thread at most, so that more programs fit (`coded_decode`); None: as many as the compiler likes.
+    """
 
     block: int
     warps: int
     stages: int
     programs: int = 1
+    registers: int | None = None

@@ -3,11 +3,18 @@
 A row is read in words of 8 or 16 bits. The codes at one place of all words are the channels place, place + n, ...: a
 matrix product over channels may take them in any order, so each place is one product of its own, with the matching
 channels of the query, and no code ever changes its lane. Codes below 128 become bfloat16 by one bit operation: the low
-bits of the pattern of 128.0 count in whole numbers (of 1024.0 in float16); the base is taken off sums, not codes.
+bits of the pattern of 128.0 count in whole numbers (of 1024.0 in float16); the base is taken off sums, not codes. Codes
+that lie higher in the word need not be moved down: they count in larger units, which the other factor takes back.
+
+Scales of keys per channel go onto the query, once for a tile that lies within one group of tokens; their minima, and
+the base, add the same to all logits of a row, found by products with a matrix whose columns are all alike.
 
 Scales of values per token go onto the softmax weights. Groups of channels differ in them, and a tile of the tensor
 cores has 16 rows of which a group of query heads fills few: so every query head has one row for each group of channels,
-with the weights of that group, and of each row only the channels of its group are written.
+with the weights of that group, and of each row only the channels of its group are written. Words whose groups belong to
+different rows are laid below each other, as further rows of values, so that a row sums little else than its own.
+
+Tables are read several entries in one word, ahead of their use like the codes: such copies have four bytes or more.
 """
 
 from __future__ import annotations
@@ -41,23 +48,42 @@ _LEAST = 16
 # How a decoded number follows from its code: code * scale + minimum, (code - zero) * scale, float8 * scale.
 _MINIMUM, _ZERO, _FLOAT8 = 0, 1, 2
 
+# Columns of a matrix product that only sums: what the tensor cores take at least.
+_COLUMNS = tl.constexpr(8)
+# Bits of the pattern of a base that codes may fill: those of the mantissa of bfloat16.
+_MANTISSA = 7
+
 
 @triton.jit
-def _raw(words, place: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """The codes at one place of the words, as numbers of the dtype, each too large by the base.
+def _raw(
+    words,
+    place: tl.constexpr,
+    BITS: tl.constexpr,
+    ROOM: tl.constexpr,
+    KIND: tl.constexpr,
+    PAIRS: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The codes at one place of the words as numbers of the dtype: base + code * 2 ** (place * BITS % ROOM).
 
+    ROOM: bits of the word that are looked at without moving them, a whole number of codes.
     PAIRS: two words of 16 bits at once in a register of 32, in two instructions; the compiler does not find them.
     """
     if KIND == 2:
         return words.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(dtype)
     if BITS == 8:
         return words.to(tl.float32).to(dtype)
+    moved: tl.constexpr = place * BITS // ROOM * ROOM
+    mask: tl.constexpr = (2**BITS - 1) << (place * BITS % ROOM)
     if PAIRS:
-        # (word >> shift) & mask | base in both halves: bits that cross the middle fall to the mask
-        mask: tl.constexpr = (2**BITS - 1) * 0x10001
+        # (word >> moved) & mask | base in both halves: bits that cross the middle fall to the mask
         base: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+        if moved > 0:
+            words = tl.inline_asm_elementwise(
+                f"shr.b32 $0, $1, {moved};", "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2
+            )
         bits = tl.inline_asm_elementwise(
-            f"shr.b32 $0, $1, {place * BITS}; lop3.b32 $0, $0, {mask}, {base}, 0xEA;",
+            f"lop3.b32 $0, $1, {mask * 0x10001}, {base}, 0xEA;",
             "=r,r",
             [words],
             dtype=tl.int16,
@@ -65,12 +91,42 @@ def _raw(words, place: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PAI
             pack=2,
         )
         return bits.to(dtype, bitcast=True)
-    code = (words.to(tl.int16) >> (place * BITS)) & (2**BITS - 1)
+    code = (words.to(tl.int16) >> moved) & mask
     if dtype == tl.bfloat16:
         return (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
     if dtype == tl.float16:
         return (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
     return code.to(dtype)
+
+
+@triton.jit
+def _load_entries(at, inside, PER: tl.constexpr):
+    """PER neighbouring entries of a table in one word: entries are small, and every load takes an instruction."""
+    bits: tl.constexpr = PER * at.dtype.scalar.element_ty.primitive_bitwidth
+    if PER > 1:
+        if bits == 64:
+            at = at.to(tl.pointer_type(tl.int64))
+        elif bits == 32:
+            at = at.to(tl.pointer_type(tl.int32))
+        else:
+            at = at.to(tl.pointer_type(tl.int16))
+    return tl.load(at, mask=inside, other=None if inside is None else 0)
+
+
+@triton.jit
+def _entry(words, number, PER: tl.constexpr, entry: tl.constexpr):
+    """Entry number `number` of every word, of dtype `entry`."""
+    bits: tl.constexpr = entry.primitive_bitwidth
+    if PER > 1:
+        words = words >> (number * bits)
+        if bits == 32:
+            words = words.to(tl.int32)
+        elif bits == 16:
+            words = words.to(tl.int16)
+        else:
+            words = words.to(tl.uint8)
+        words = words.to(entry, bitcast=True)
+    return words
 
 
 @triton.jit
@@ -95,6 +151,53 @@ def _common(raw, weight, scale, minimum, BASE: tl.constexpr, KIND: tl.constexpr,
             return (raw - (BASE + minimum.to(tl.float32)) * weight) * scale
         return (raw - BASE * weight) * scale + minimum.to(tl.float32) * weight
     return (raw - BASE * weight) * scale
+
+
+@triton.jit
+def _entry_of_row(words, number, PER: tl.constexpr, entry: tl.constexpr, PAIRS: tl.constexpr, M: tl.constexpr):
+    """As `_entry` of words [1, rows] or [M, rows], [M, rows]; number: [M, 1]."""
+    bits: tl.constexpr = PER * entry.primitive_bitwidth
+    if PAIRS and PER > 1 and bits <= 64 and entry.primitive_bitwidth == 16:
+        if bits == 64:
+            words = (words >> (number // 2 * 32)).to(tl.int32)
+        # one half of each of two words at once
+        words = words.broadcast_to(M, words.shape[1])
+        halves = tl.where(number % 2 == 0, 0x5410, 0x7632).broadcast_to(M, words.shape[1])
+        found = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r,r", [words, halves], dtype=tl.int16, is_pure=True, pack=2
+        ).to(entry, bitcast=True)
+    else:
+        found = _entry(words, number, PER, entry).broadcast_to(M, words.shape[1])
+    return found
+
+
+@triton.jit
+def _beside(left, right, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """[M, n] and [M, n] as [M, 2 n]; all lanes keep what they have."""
+    both = tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
+    if PAIRS:
+        # Nothing is moved; but where the compiler sees a join it expects numbers of 4 bits and lays out a product so.
+        both = tl.inline_asm_elementwise(
+            "mov.b16 $0, $1;", "=h,h", [both.to(tl.int16, bitcast=True)], dtype=tl.int16, is_pure=False, pack=1
+        ).to(dtype, bitcast=True)
+    return both
+
+
+@triton.jit
+def _times(one, other, PAIRS: tl.constexpr, dtype: tl.constexpr):
+    """Products of the dtype. PAIRS: two at once, which the compiler does not find."""
+    if PAIRS and dtype == tl.bfloat16:
+        product = tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+            "=r,r,r",
+            [one, other],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        product = (one * other).to(dtype)
+    return product
 
 
 @triton.jit
@@ -127,22 +230,22 @@ def _parts(
     tq_query,
     k_batch,
     k_head,
-    k_row,
     ks_batch,
     ks_head,
-    ks_row,
     v_batch,
     v_head,
-    v_row,
     vs_batch,
     vs_head,
-    vs_row,
     tk_batch,
     tk_head,
     tk_row,
     tv_batch,
     tv_head,
     tv_row,
+    K_ROW: tl.constexpr,
+    KS_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    VS_ROW: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     M: tl.constexpr,
@@ -150,7 +253,9 @@ def _parts(
     VALUE_DIM: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
+    STEP: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAIL_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_BITS: tl.constexpr,
     KEY_PLACES: tl.constexpr,
@@ -161,18 +266,25 @@ def _parts(
     KEY_TOKENS: tl.constexpr,
     KEY_KIND: tl.constexpr,
     KEY_PAIRS: tl.constexpr,
+    KEY_ROOM: tl.constexpr,
+    KEY_PER: tl.constexpr,
     KEY_BASE: tl.constexpr,
+    KEY_OFFSET: tl.constexpr,
     KEY_HAS_MINIMUM: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     VALUE_PLACES: tl.constexpr,
     VALUE_WORDS: tl.constexpr,
+    VALUE_CHUNKS: tl.constexpr,
     VW: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
     VALUE_SLICES: tl.constexpr,
     VALUE_TOKENS: tl.constexpr,
     VALUE_KIND: tl.constexpr,
     VALUE_PAIRS: tl.constexpr,
+    VALUE_ROOM: tl.constexpr,
+    VALUE_PER: tl.constexpr,
     VALUE_BASE: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
     VALUE_HAS_MINIMUM: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -180,11 +292,11 @@ def _parts(
     program = tl.program_id(0)
     index = tl.arange(0, HEADS)
     rows = tl.load(work + index, mask=index < heads_total * 2, other=0)
-    splits = share_out(rows, wanted, BLOCK)
+    splits = share_out(rows, wanted, STEP)
     if program >= tl.sum(splits, axis=0):
         return
     # kinds alternate: the codes of a head, then its tail
-    found, start, stop = find_part(program, rows, splits, BLOCK, HEADS)
+    found, start, stop = find_part(program, rows, splits, STEP, HEADS)
     owner = found // 2
     count = tl.load(coded + owner)
     tail = tl.load(tails + owner)
@@ -211,8 +323,8 @@ def _parts(
         tv_at = tail_values + batch * tv_batch + head * tv_head
         tail_acc = tl.zeros([M, DV], tl.float32)
         # few rows: no tiles in flight, which would take the shared memory of other programs
-        for begin in tl.range(start, stop, BLOCK, num_stages=1):
-            n = begin + tl.arange(0, BLOCK)
+        for begin in tl.range(start, stop, TAIL_BLOCK, num_stages=1):
+            n = begin + tl.arange(0, TAIL_BLOCK)
             there = n < stop
             inside = there[None, :] & (dk < KEY_DIM)[:, None]
             k = tl.load(tk_at + n[None, :] * tk_row + dk[:, None], mask=inside, other=0.0)
@@ -227,119 +339,229 @@ def _parts(
 
     q_at = query + batch * q_batch + query_head * q_head + number_of * q_query
     kw = tl.arange(0, KW)
+    # a row that belongs to one slice reads only the words of its chunk: no sums that nobody wants
     vw = tl.arange(0, VW)
+    chunk_of = part_of // (VALUE_SLICES // VALUE_CHUNKS)
     q = ()
+    q_in_lanes = ()
     asked_for = tl.zeros([M], tl.float32)
     for place in tl.static_range(KEY_PLACES):
-        asked = kw * KEY_PLACES + place
-        found_q = tl.load(q_at[:, None] + asked[None, :], mask=real[:, None] & (asked < KEY_DIM)[None, :], other=0.0)
-        q += (found_q,)
+        d = kw * KEY_PLACES + place
+        found_q = tl.load(q_at[:, None] + d[None, :], mask=real[:, None] & (d < KEY_DIM)[None, :], other=0.0)
         asked_for += tl.sum(found_q.to(tl.float32), axis=1)
+        q += (found_q,)
+        if KEY_TOKENS and KEY_GROUP >= BLOCK:
+            # As they are (a power of two is exact), but in the lanes where products want them: every tile scales them.
+            identity = (kw[:, None] == kw[None, :]).to(tl.float32) / 2 ** (place * KEY_BITS % KEY_ROOM)
+            q_in_lanes += (tl.dot(found_q, identity.to(dtype), input_precision=PRECISION).to(dtype),)
     acc = ()
     for _ in tl.static_range(VALUE_PLACES):
         acc += (tl.zeros([M, VW], tl.float32),)
-    common = tl.zeros([M], tl.float32)
+    # sums over rows as products with a matrix of ones: all of its columns say the same
+    ones = tl.full([BLOCK, _COLUMNS], 1.0, tl.float32).to(dtype)
+    weighed = tl.zeros([M, _COLUMNS], tl.float32)
+    scaled_weighed = tl.zeros([M, _COLUMNS], tl.float32)
+    shared_weighed = tl.zeros([M, _COLUMNS], tl.float32)
+    scale_type: tl.constexpr = key_scale.dtype.element_ty
     kc_at = key_codes + batch * k_batch + head * k_head
     ks_at = key_scale + batch * ks_batch + head * ks_head
     km_at = key_minimum + batch * ks_batch + head * ks_head
+    apart = (km_at.to(tl.int64) - ks_at.to(tl.int64)) // (scale_type.primitive_bitwidth // 8)
     vc_at = value_codes + batch * v_batch + head * v_head
     vs_at = value_scale + batch * vs_batch + head * vs_head
     vm_at = value_minimum + batch * vs_batch + head * vs_head
-    for begin in range(start, stop, BLOCK):
-        n = begin + tl.arange(0, BLOCK)
-        there = n < stop
-        words = tl.load(
-            kc_at + n[None, :] * k_row + kw[:, None], mask=there[None, :] & (kw < KEY_WORDS)[:, None], other=0
-        )
-        logits = tl.zeros([M, BLOCK], tl.float32)
-        if not KEY_TOKENS and KEY_SLICES > 1:
-            group = (kw * KEY_PLACES) // KEY_GROUP
-            at = n[None, :] * ks_row + group[:, None]
-            inside = there[None, :] & (kw < KEY_WORDS)[:, None]
-            scale = tl.load(ks_at + at, mask=inside, other=0.0)
-            minimum = scale
-            if KEY_HAS_MINIMUM:
-                minimum = tl.load(km_at + at, mask=inside, other=0)
-        for place in tl.static_range(KEY_PLACES):
+    minimum_type: tl.constexpr = key_minimum.dtype.element_ty
+    value_scale_type: tl.constexpr = value_scale.dtype.element_ty
+    value_minimum_type: tl.constexpr = value_minimum.dtype.element_ty
+    end = tl.minimum(stop, own + 1)
+    seen_by_all = tl.min(end, axis=0)
+    # the peak and everything that is compared with it are in base 2
+    factor = 1.0 if SOFTCAP else scaling * 1.4426950408889634
+    for begin in range(start, stop, STEP):
+        # logits of the tiles, and what those of a tile have in common; tiles of one group of tokens share its scales
+        logits = ()
+        added = ()
+        highest = peak
+        for tile in tl.static_range(0, STEP, BLOCK):
+            # behind the last row it is read again: nothing weighs it
+            n = tl.minimum(begin + tile + tl.arange(0, BLOCK), stop - 1)
+            words = tl.load(kc_at + n[None, :] * K_ROW + kw[:, None], mask=(kw < KEY_WORDS)[:, None], other=0)
+            logit = tl.zeros([M, BLOCK], tl.float32)
+            common = tl.zeros([M], tl.float32)
             if KEY_TOKENS:
-                channel = kw * KEY_PLACES + place
-                if KEY_GROUP >= BLOCK:
-                    at = (begin // KEY_GROUP) * ks_row + channel
-                    inside = channel < KEY_DIM
-                else:  # several groups side by side in a tile
-                    at = (n // KEY_GROUP)[None, :] * ks_row + channel[:, None]
-                    inside = (channel < KEY_DIM)[:, None] & there[None, :]
+                scales = ()
+                minima = ()
+                for place in tl.static_range(0, KEY_PLACES, KEY_PER):
+                    channel = kw * KEY_PLACES + place
+                    if KEY_GROUP >= BLOCK:
+                        at = (tl.minimum(begin + tile, stop - 1) // KEY_GROUP) * KS_ROW + channel
+                        inside = channel < KEY_DIM
+                    else:  # several groups side by side in a tile
+                        at = (n // KEY_GROUP)[None, :] * KS_ROW + channel[:, None]
+                        inside = (channel < KEY_DIM)[:, None]
+                    if KEY_HAS_MINIMUM and KEY_KIND == 0 and KEY_GROUP >= BLOCK:
+                        # both tables in one load, which is wide enough to be shared out over the lanes
+                        pair = at[:, None] + (tl.arange(0, 2) * apart)[None, :]
+                        scale, minimum = tl.split(_load_entries(ks_at + pair, inside[:, None], KEY_PER))
+                        scales += (scale,)
+                        minima += (minimum,)
+                    else:
+                        scales += (_load_entries(ks_at + at, inside, KEY_PER),)
+                        if KEY_HAS_MINIMUM:
+                            minima += (_load_entries(km_at + at, inside, KEY_PER),)
+                # scales go onto the query. What the bases add is taken off by the very numbers that read the codes.
+                bases = tl.zeros([M, _COLUMNS], tl.float32)
+                lows = tl.zeros([M, _COLUMNS], tl.float32)
+                for place in tl.static_range(KEY_PLACES):
+                    scale = _entry(scales[place // KEY_PER], place % KEY_PER, KEY_PER, scale_type).to(dtype)
+                    minimum = scale
+                    if KEY_HAS_MINIMUM:
+                        minimum = _entry(minima[place // KEY_PER], place % KEY_PER, KEY_PER, minimum_type).to(dtype)
+                    k = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                    if KEY_GROUP >= BLOCK:
+                        unit = 2 ** (place * KEY_BITS % KEY_ROOM)
+                        asked = (q_in_lanes[place] * scale[None, :]).to(dtype)
+                        base = tl.full([KW], -KEY_BASE - KEY_OFFSET * unit, tl.float32)
+                        if KEY_KIND == 1:
+                            base -= minimum.to(tl.float32) * unit
+                        elif KEY_HAS_MINIMUM:
+                            low = minimum[:, None].broadcast_to(KW, _COLUMNS)
+                            lows = tl.dot(q[place], low, lows, input_precision=PRECISION)
+                        base = base.to(dtype)[:, None].broadcast_to(KW, _COLUMNS)
+                        bases = tl.dot(asked, base, bases, input_precision=PRECISION)
+                    else:
+                        asked = q[place]
+                        k = _scaled(k, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
+                    logit = tl.dot(asked, k, logit, input_precision=PRECISION)
+                common = tl.max(bases + lows, axis=1)
+            elif KEY_SLICES > 1:
+                group = (kw * KEY_PLACES) // KEY_GROUP
+                at = n[None, :] * KS_ROW + group[:, None]
+                inside = (kw < KEY_WORDS)[:, None]
                 scale = tl.load(ks_at + at, mask=inside, other=0.0)
                 minimum = scale
                 if KEY_HAS_MINIMUM:
                     minimum = tl.load(km_at + at, mask=inside, other=0)
-                if KEY_GROUP >= BLOCK:
-                    scale, minimum = scale[:, None], minimum[:, None]
-            k = _raw(words, place, KEY_BITS, KEY_KIND, KEY_PAIRS, dtype)
-            if KEY_TOKENS or KEY_SLICES > 1:
-                k = _scaled(k, scale, minimum, KEY_BASE, KEY_KIND, KEY_HAS_MINIMUM, dtype)
-            logits = tl.dot(q[place], k, logits, input_precision=PRECISION)
-        if not KEY_TOKENS and KEY_SLICES == 1:
-            scale = tl.load(ks_at + n * ks_row, mask=there, other=0.0)[None, :]
-            minimum = scale
-            if KEY_HAS_MINIMUM:
-                minimum = tl.load(km_at + n * ks_row, mask=there, other=0)[None, :]
-            logits = _common(logits, asked_for[:, None], scale, minimum, KEY_BASE, KEY_KIND, KEY_HAS_MINIMUM)
-        logits = soften(logits, scaling, softcap, SOFTCAP)
-        logits = tl.where(there[None, :] & (n[None, :] <= own[:, None]), logits, float("-inf"))
-        weights, peak, total, fade = online(logits, peak, total)
-        words = tl.load(
-            vc_at + n[:, None] * v_row + vw[None, :], mask=there[:, None] & (vw < VALUE_WORDS)[None, :], other=0
-        )
-        if not VALUE_TOKENS:
-            at = n[None, :] * vs_row + part_of[:, None]
-            inside = there[None, :] & real[:, None]
-            scale = tl.load(vs_at + at, mask=inside, other=0.0).to(tl.float32)
-            scaled = (weights * scale).to(dtype)
-            # what all channels of a group have in common; the raw codes are too large by the base
-            if VALUE_HAS_MINIMUM:
-                minimum = tl.load(vm_at + at, mask=inside, other=0).to(tl.float32)
-                if VALUE_KIND == 1:
-                    shared = -scaled.to(tl.float32) * (minimum + VALUE_BASE)
-                else:
-                    shared = weights * minimum - scaled.to(tl.float32) * VALUE_BASE
+                for place in tl.static_range(KEY_PLACES):
+                    raw = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                    k = _scaled(raw, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
+                    logit = tl.dot(q[place], k, logit, input_precision=PRECISION)
             else:
-                shared = -scaled.to(tl.float32) * VALUE_BASE
-            common = common * fade + tl.sum(shared, axis=1)
-        else:
-            scaled = weights.to(dtype)
+                for place in tl.static_range(KEY_PLACES):
+                    raw = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                    logit = tl.dot(q[place], raw, logit, input_precision=PRECISION)
+                scale = tl.load(ks_at + n * KS_ROW)[None, :]
+                minimum = scale
+                if KEY_HAS_MINIMUM:
+                    minimum = tl.load(km_at + n * KS_ROW)[None, :]
+                logit = _common(
+                    logit, asked_for[:, None], scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM
+                )
+            if SOFTCAP:
+                logit = soften(logit + common[:, None], scaling, softcap, SOFTCAP)
+                common = tl.zeros([M], tl.float32)
+            if begin + STEP > seen_by_all:
+                n = begin + tile + tl.arange(0, BLOCK)
+                logit = tl.where(n[None, :] < end[:, None], logit, float("-inf"))
+            highest = tl.maximum(highest, tl.max(logit, axis=1) * factor + common * factor)
+            logits += (logit,)
+            added += (common * factor,)
+        # a query may have seen nothing yet: exp(-inf - -inf) is no number
+        anchor = tl.where(highest == float("-inf"), 0.0, highest)
+        fade = tl.exp2(peak - anchor)
+        peak = highest
+        weighed *= fade[:, None]
+        scaled_weighed *= fade[:, None]
+        shared_weighed *= fade[:, None]
         further = ()
         for place in tl.static_range(VALUE_PLACES):
-            v = _raw(words, place, VALUE_BITS, VALUE_KIND, VALUE_PAIRS, dtype)
-            if VALUE_TOKENS:
-                channel = vw * VALUE_PLACES + place
-                if VALUE_GROUP >= BLOCK:
-                    at = (begin // VALUE_GROUP) * vs_row + channel
-                    inside = channel < VALUE_DIM
-                else:
-                    at = (n // VALUE_GROUP)[:, None] * vs_row + channel[None, :]
-                    inside = there[:, None] & (channel < VALUE_DIM)[None, :]
-                scale = tl.load(vs_at + at, mask=inside, other=0.0)
-                minimum = scale
-                if VALUE_HAS_MINIMUM:
-                    minimum = tl.load(vm_at + at, mask=inside, other=0)
-                if VALUE_GROUP >= BLOCK:
-                    scale, minimum = scale[None, :], minimum[None, :]
-                v = _scaled(v, scale, minimum, VALUE_BASE, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
-            further += (tl.dot(scaled, v, acc[place] * fade[:, None], input_precision=PRECISION),)
+            further += (acc[place] * fade[:, None],)
         acc = further
+        for tile in tl.static_range(STEP // BLOCK):
+            n = tl.minimum(begin + tile * BLOCK + tl.arange(0, BLOCK), stop - 1)
+            weights = tl.exp2(logits[tile] * factor - (anchor - added[tile])[:, None]).to(dtype)
+            weighed = tl.dot(weights, ones, weighed, input_precision=PRECISION)
+            if not VALUE_TOKENS:
+                if VALUE_PER == VALUE_SLICES:
+                    at = (n * VS_ROW)[None, :]
+                    inside = None
+                else:
+                    at = n[None, :] * VS_ROW + (part_of // VALUE_PER * VALUE_PER)[:, None]
+                    inside = real[:, None]
+                number = (part_of % VALUE_PER)[:, None]
+                scale = _load_entries(vs_at + at, inside, VALUE_PER)
+                scale = _entry_of_row(scale, number, VALUE_PER, value_scale_type, VALUE_PAIRS, M).to(dtype)
+                if VALUE_HAS_MINIMUM:
+                    minimum = _load_entries(vm_at + at, inside, VALUE_PER)
+                    minimum = _entry_of_row(minimum, number, VALUE_PER, value_minimum_type, VALUE_PAIRS, M).to(dtype)
+                    if VALUE_KIND == 0:
+                        shared = _times(weights, minimum, VALUE_PAIRS, dtype)
+                        shared_weighed = tl.dot(shared, ones, shared_weighed, input_precision=PRECISION)
+            # chunks below each other are read by the weights of their own rows beside each other
+            reading = ()
+            for chunk in tl.static_range(VALUE_CHUNKS):
+                part = weights
+                if not VALUE_TOKENS:
+                    own_scale = scale
+                    if VALUE_CHUNKS > 1:
+                        nothing = tl.zeros([M, BLOCK], tl.float32).to(dtype)
+                        own_scale = tl.where((chunk_of == chunk)[:, None], scale, nothing)
+                    part = _times(weights, own_scale, VALUE_PAIRS, dtype)
+                    scaled_weighed = tl.dot(part, ones, scaled_weighed, input_precision=PRECISION)
+                    if VALUE_KIND == 1:
+                        shared = _times(-part, minimum, VALUE_PAIRS, dtype)
+                        shared_weighed = tl.dot(shared, ones, shared_weighed, input_precision=PRECISION)
+                reading += (part,)
+            for level in tl.static_range(3):
+                if VALUE_CHUNKS >> level > 1:
+                    wider = ()
+                    for chunk in tl.static_range(0, VALUE_CHUNKS >> level, 2):
+                        wider += (_beside(reading[chunk], reading[chunk + 1], VALUE_PAIRS, dtype),)
+                    reading = wider
+            lines = tl.arange(0, VALUE_CHUNKS * BLOCK)
+            row = tl.minimum(begin + tile * BLOCK + lines % BLOCK, stop - 1)
+            words = tl.load(
+                vc_at + row[:, None] * V_ROW + (lines // BLOCK * VW)[:, None] + vw[None, :],
+                mask=(vw < VALUE_WORDS)[None, :],
+                other=0,
+            )
+            further = ()
+            for place in tl.static_range(VALUE_PLACES):
+                v = _raw(words, place, VALUE_BITS, VALUE_ROOM, VALUE_KIND, VALUE_PAIRS, dtype)
+                if VALUE_TOKENS:
+                    if place % VALUE_PER == 0:
+                        channel = vw * VALUE_PLACES + place
+                        if VALUE_GROUP >= BLOCK:
+                            at = (tl.minimum(begin + tile * BLOCK, stop - 1) // VALUE_GROUP * VS_ROW + channel)[None, :]
+                        else:
+                            at = (n // VALUE_GROUP)[:, None] * VS_ROW + channel[None, :]
+                        inside = (channel < VALUE_DIM)[None, :]
+                        scales = _load_entries(vs_at + at, inside, VALUE_PER)
+                        minima = scales
+                        if VALUE_HAS_MINIMUM:
+                            minima = _load_entries(vm_at + at, inside, VALUE_PER)
+                    scale = _entry(scales, place % VALUE_PER, VALUE_PER, value_scale_type)
+                    minimum = _entry(minima, place % VALUE_PER, VALUE_PER, value_minimum_type)
+                    v = _scaled(v, scale, minimum, VALUE_BASE + VALUE_OFFSET, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
+                further += (tl.dot(reading[0], v, acc[place], input_precision=PRECISION),)  # type: ignore[misc]
+            acc = further
 
+    total = tl.max(weighed, axis=1)
     some = total > 0.0
     divisor = tl.where(some, total, 1.0)
     at = program.to(tl.int64) * (GROUP * QUERIES) + m % (GROUP * QUERIES)
     tl.store(part_lse + at, tl.where(some, peak + tl.log2(divisor), float("-inf")), mask=m < GROUP * QUERIES)
+    scaled_total, shared_total = tl.max(scaled_weighed, axis=1), tl.max(shared_weighed, axis=1)
     for place in tl.static_range(VALUE_PLACES):
-        channel = vw * VALUE_PLACES + place
-        inside = real[:, None] & (channel < VALUE_DIM)[None, :]
+        channel = (chunk_of[:, None] * VW + vw[None, :]) * VALUE_PLACES + place
+        inside = real[:, None] & (channel < VALUE_DIM)
         if VALUE_SLICES > 1:
-            inside = inside & (part_of[:, None] == (channel // VALUE_GROUP)[None, :])
-        result = (acc[place] + common[:, None]) / divisor[:, None]
-        tl.store(parts + at[:, None] * VALUE_DIM + channel[None, :], result, mask=inside)
+            inside = inside & (part_of[:, None] == channel // VALUE_GROUP)
+        # the raw codes are too large by the base, and in other units
+        unit = 2.0 ** (place * VALUE_BITS % VALUE_ROOM)
+        shared = shared_total - scaled_total * (VALUE_BASE / unit + VALUE_OFFSET)
+        result = (acc[place] * (1.0 / unit) + shared[:, None]) / divisor[:, None]
+        tl.store(parts + at[:, None] * VALUE_DIM + channel, result, mask=inside)
 
 
 @launches
@@ -373,11 +595,15 @@ def attend(
     tensors = (query, coded, tails, tail_keys, tail_values, tail_query, sinks, keys.codes, keys.scale, keys.minimum)
     check_device(*tensors, values.codes, values.scale, values.minimum)
     group = query_heads // heads
+    side_terms = {**_terms("KEY", keys, query.dtype), **_terms("VALUE", values, query.dtype)}
+    words = {"KEY": side_terms.pop("KEY_VIEW"), "VALUE": side_terms.pop("VALUE_VIEW")}
+    chunks = _chunks(words["VALUE"].shape[3], side_terms["VALUE_SLICES"])
     # a tile within one group of tokens where groups are no smaller than the least tile of the tensor cores
     groups = [max(_LEAST, side.group) for side in (keys, values) if side.along == "tokens"]
     block = min(tuning.block, *groups, tuning.block)
-    side_terms = {**_terms("KEY", keys, block, query.dtype), **_terms("VALUE", values, block, query.dtype)}
-    words = {"KEY": side_terms.pop("KEY_VIEW"), "VALUE": side_terms.pop("VALUE_VIEW")}
+    for side in (keys, values):
+        if side.along == "tokens" and side.group % block and block % side.group:
+            raise KVFoundryError(f"groups of {side.group} tokens and tiles of {block} rows do not fill each other.")
     wanted = multiprocessors(query.device) * tuning.programs
     programs = wanted + 2 * batch * heads
     work = torch.stack([coded, tails], dim=-1)
@@ -408,12 +634,16 @@ def attend(
         softcap or 1.0,
         *query.stride()[:3],
         *tail_query.stride()[:3],
-        *words["KEY"].stride()[:3],
-        *keys.scale.stride()[:3],
-        *words["VALUE"].stride()[:3],
-        *values.scale.stride()[:3],
+        *words["KEY"].stride()[:2],
+        *keys.scale.stride()[:2],
+        *words["VALUE"].stride()[:2],
+        *values.scale.stride()[:2],
         *tail_keys.stride()[:3],
         *tail_values.stride()[:3],
+        K_ROW=words["KEY"].stride(2),
+        KS_ROW=keys.scale.stride(2),
+        V_ROW=words["VALUE"].stride(2),
+        VS_ROW=values.scale.stride(2),
         GROUP=group,
         QUERIES=queries,
         M=next_power(group * queries * side_terms["VALUE_SLICES"], 16),
@@ -421,19 +651,25 @@ def attend(
         VALUE_DIM=value_dim,
         DK=next_power(key_dim, 16),
         DV=next_power(value_dim, 16),
+        STEP=tuning.block,
         BLOCK=block,
+        TAIL_BLOCK=tuning.block,
         HEADS=next_power(2 * batch * heads),
+        KW=next_power(words["KEY"].shape[3], 16),
+        VALUE_CHUNKS=chunks,
+        VW=next_power(words["VALUE"].shape[3], 16) // chunks,
         **side_terms,
         SOFTCAP=softcap is not None,
         PRECISION=dot_precision(query.dtype),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
+        **({} if tuning.registers is None else {"maxnreg": tuning.registers}),
     )
-    join(parts, part_lse, work, output, lse, sinks, wanted=wanted, block=block)
+    join(parts, part_lse, work, output, lse, sinks, wanted=wanted, block=tuning.block)
     return output if lse is None else (output, lse)
 
 
-def _terms(name: str, side: Codes, block: int, dtype: torch.dtype) -> dict[str, Any]:
+def _terms(name: str, side: Codes, dtype: torch.dtype) -> dict[str, Any]:
     """How one side is read, as arguments of the kernel, and its codes as words."""
     size = side.codes.shape[3]
     if side.bits not in (1, 2, 4, 8):
@@ -447,8 +683,6 @@ def _terms(name: str, side: Codes, block: int, dtype: torch.dtype) -> dict[str, 
     wide = side.bits < 8 and size % 2 == 0 and size // 2 > 8 and even
     view = side.codes.view(torch.int16) if wide else side.codes
     places = (16 if wide else 8) // side.bits
-    if side.along == "tokens" and side.group % block and block % side.group:
-        raise KVFoundryError(f"groups of {side.group} tokens and tiles of {block} rows do not fill each other.")
     if side.along == "channels" and side.group % places and side.group < side.dim:
         raise KVFoundryError(f"groups of {side.group} channels are no whole number of {places} codes.")
     slices = -(-side.dim // side.group) if side.along == "channels" else 1
@@ -456,17 +690,47 @@ def _terms(name: str, side: Codes, block: int, dtype: torch.dtype) -> dict[str, 
     if side.bits < 8:
         base = {torch.bfloat16: 128, torch.float16: 1024}.get(dtype, 0)
     kind = {"zero_point": _ZERO, "float8": _FLOAT8}.get(side.mode, _MINIMUM)
+    if side.along == "tokens":
+        folded, most = name == "KEY" and side.group >= _LEAST, places
+    else:
+        folded, most = name == "VALUE", slices
     return {
         f"{name}_VIEW": view,
         f"{name}_BITS": side.bits,
         f"{name}_PLACES": places,
         f"{name}_WORDS": view.shape[3],
-        "KW" if name == "KEY" else "VW": next_power(view.shape[3], 16),
         f"{name}_GROUP": side.group,
         f"{name}_TOKENS": side.along == "tokens",
         f"{name}_KIND": kind,
         f"{name}_PAIRS": wide and base > 0 and not interpreted(),
         f"{name}_SLICES": slices,
-        f"{name}_BASE": float(base + (0 if side.mode == "float8" else offset(side.bits, side.mode))),
+        f"{name}_ROOM": _MANTISSA // side.bits * side.bits if folded and base > 0 else side.bits,
+        f"{name}_PER": _entries_per_load(side, most),
+        f"{name}_BASE": float(base),
+        f"{name}_OFFSET": 0 if side.mode == "float8" else offset(side.bits, side.mode),
         f"{name}_HAS_MINIMUM": side.minimum is not None,
     }
+
+
+def _chunks(words: int, slices: int) -> int:
+    """Into how many parts, each of some words and whole slices, the words of a row of values are cut."""
+    whole = next_power(words, 16) == words
+
+    return max(
+        number for number in (1, 2, 4, 8) if number == 1 or (whole and slices % number == 0 and words // number >= 8)
+    )
+
+
+def _entries_per_load(side: Codes, most: int) -> int:
+    """How many neighbouring entries of the tables are loaded as one word of at most 64 bits."""
+    tables = [side.scale] if side.minimum is None else [side.scale, side.minimum]
+
+    def fits(number: int) -> bool:
+        whole = all(
+            length % number == 0
+            for table in tables
+            for length in (table.shape[3], *table.stride()[:3], table.storage_offset())
+        )
+        return whole and most % number == 0 and all(table.element_size() * number <= 8 for table in tables)
+
+    return next(number for number in (8, 4, 2, 1) if fits(number))
