@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 from kvfoundry.devices import computing_device
 from kvfoundry.errors import KVFoundryError, UnsupportedModelError
+from kvfoundry.kernels import rotation
+from kvfoundry.kernels.rotation.naive import wide
 from kvfoundry.rope_layout import (
     Layout,
     attention_modules,
@@ -75,15 +77,15 @@ class Rope:
         _check_shapes(raw, positions)
         if self.layout is None or raw.shape[-2] == 0:
             return raw
-        cos, sin = self._tables(raw, positions, length)
-        return self.layout.turn(_wide(raw), cos, sin).to(raw.dtype)
+        return rotation.turn(raw, *self._tables(raw, positions, length), self.layout.turning)
 
     def unrotate(self, keys: Tensor, positions: Tensor, *, length: int | None = None) -> Tensor:
         """The raw keys behind stored keys: inverse of `rotate` at the same positions and length."""
         _check_shapes(keys, positions)
         if self.layout is None or keys.shape[-2] == 0:
             return keys
-        return self._turn_back(keys, positions, self._known_length(length)).to(keys.dtype)
+        back = inverse(*self._tables(keys, positions, self._known_length(length)))
+        return rotation.turn(keys, *back, self.layout.turning)
 
     def move(
         self,
@@ -99,21 +101,44 @@ class Rope:
         `length` is that of the call that made the keys, `to_length` that of the text they move into (the same one, or
         the largest new position plus one where that is more). Rows that do not move come back bit for bit.
         """
+        tables = self.tables_between(keys, from_positions, to_positions, length=length, to_length=to_length)
+        return keys if tables is None else self.turned(keys, tables)
+
+    def tables_between(
+        self,
+        keys: Tensor,
+        from_positions: Tensor,
+        to_positions: Tensor,
+        *,
+        length: int | None = None,
+        to_length: int | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """What `move` turns keys like these by: cos and sin [batch, heads or 1, rows, pairs]; None: nothing turns.
+
+        Both turns, back and forth, are one. Keys of the same positions turn alike in other layers of this embedding.
+        """
         _check_shapes(keys, from_positions)
         _check_shapes(keys, to_positions)
         if self.layout is None or keys.shape[-2] == 0:
-            return keys
+            return None
         length = self._known_length(length)
         if length is None:
             to_length = None  # fixed frequencies: lengths mean nothing
         elif to_length is None:
             to_length = max(length, int(to_positions.max()) + 1)
-        raw = self._turn_back(keys, from_positions, length)
-        moved = self.layout.turn(raw, *self._tables(keys, to_positions, to_length)).to(keys.dtype)
-        if length != to_length:
-            return moved
-        stays = from_positions.to(keys.device) == to_positions.to(keys.device)
-        return torch.where(stays.unsqueeze(-1), keys, moved)
+        before = inverse(*self._tables(keys, from_positions, length))
+        after = self._tables(keys, to_positions, to_length)
+        cos = before[0] * after[0] - before[1] * after[1]
+        sin = before[0] * after[1] + before[1] * after[0]
+        if length == to_length:
+            stays = (from_positions.to(keys.device) == to_positions.to(keys.device)).unsqueeze(-1)
+            cos, sin = cos.masked_fill(stays, 1.0), sin.masked_fill(stays, 0.0)
+        return cos, sin
+
+    def turned(self, keys: Tensor, tables: tuple[Tensor, Tensor], *, out: Tensor | None = None) -> Tensor:
+        """Keys turned by `tables_between`; out: where the result goes, the keys themselves perhaps."""
+        assert self.layout is not None
+        return rotation.turn(keys, *tables, self.layout.turning, out=out)
 
     def move_bounds(
         self,
@@ -131,21 +156,16 @@ class Rope:
         does not stand on its sides any more, so the bounds get wider.
         """
         center = self.move((low + high) / 2, from_positions, to_positions, length=length, to_length=to_length)
-        half = _wide((high - low) / 2)
+        half = wide((high - low) / 2)
         if self.layout is None or low.shape[-2] == 0:
             return low, high
-        before = inverse(*self._tables(low, from_positions, self._known_length(length)))
-        after = self._tables(low, to_positions, None if not self.depends_on_length else to_length)
-        cos = (before[0] * after[0] - before[1] * after[1]).abs()
-        sin = (before[0] * after[1] + before[1] * after[0]).abs()
+        tables = self.tables_between(low, from_positions, to_positions, length=length, to_length=to_length)
+        assert tables is not None
+        cos, sin = (table.abs() for table in tables)
         still, none = self.layout.turn(half, torch.zeros_like(cos), torch.zeros_like(cos)), torch.zeros_like(cos)
         half = self.layout.turn(half, cos, none) + self.layout.turn(half, none, sin).abs() - still
         half = half.to(low.dtype)
         return center - half, center + half
-
-    def _turn_back(self, keys: Tensor, positions: Tensor, length: int | None) -> Tensor:
-        assert self.layout is not None
-        return self.layout.turn(_wide(keys), *inverse(*self._tables(keys, positions, length)))
 
     def _tables(self, keys: Tensor, positions: Tensor, length: int | None) -> tuple[Tensor, Tensor]:
         """cos and sin [batch, heads or 1, rows, pairs] on the device of the keys."""
@@ -159,7 +179,7 @@ class Rope:
                 raise KVFoundryError(f"length {length} does not cover position {longest - 1}; give the whole length.")
             last = flat.new_full((flat.shape[0], 1), (length or longest) - 1)
             flat = torch.cat((flat, last), dim=1)  # the module takes its frequencies from the largest position
-        cos, sin = cos_sin(module, flat, self.layer_type, _wide(keys).dtype)
+        cos, sin = cos_sin(module, flat, self.layer_type, wide(keys).dtype)
         cos, sin = self.layout.tables(cos, sin)
         shape = (*positions.shape, -1)
         rows = positions.shape[-1]
@@ -193,10 +213,6 @@ def _of_layer(model: nn.Module, layer_idx: int) -> Rope:
     own, device = fresh_copy(rotary), computing_device(attention)
     own = own if device is None else own.to(device)
     return Rope(own, layer_type, layout, "dynamic" in kind or kind == "longrope")
-
-
-def _wide(keys: Tensor) -> Tensor:
-    return keys.to(torch.promote_types(keys.dtype, torch.float32))
 
 
 def _check_shapes(keys: Tensor, positions: Tensor) -> None:

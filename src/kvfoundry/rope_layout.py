@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kvfoundry.devices import computing_device
 from kvfoundry.errors import UnsupportedModelError
+from kvfoundry.kernels.rotation.naive import Pairs, turned_wide
 
 _PROBE_POSITIONS = (0, 5, 11)
 _CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
@@ -42,15 +43,12 @@ class Layout:
 
     def turn(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Keys [..., rows, head_dim] turned by tables that broadcast to [..., rows, pairs]; other channels pass."""
-        stop = self.start + 2 * self.pairs
-        block = keys[..., self.start : stop]
-        if self.neighbours:
-            first, second = block[..., 0::2], block[..., 1::2]
-        else:
-            first, second = block[..., : self.pairs], block[..., self.pairs :]
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        merged = torch.stack(turned, dim=-1).flatten(-2) if self.neighbours else torch.cat(turned, dim=-1)
-        return torch.cat((keys[..., : self.start], merged, keys[..., stop:]), dim=-1)
+        return turned_wide(keys, cos, sin, self.turning)
+
+    @property
+    def turning(self) -> Pairs:
+        """The pairs as the kernels of `kernels.rotation` take them."""
+        return Pairs(self.start, self.pairs, self.neighbours)
 
 
 def inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

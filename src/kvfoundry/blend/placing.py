@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class Feed:
         for device, stream in self._streams.items():  # chunks may have been computed a moment ago
             stream.wait_stream(torch.cuda.current_stream(device))
         self._coming: dict[int, Future[tuple[WorkingRows, torch.cuda.Event | None]]] = {}
-        self._known_places: dict[tuple[int, int, int, torch.device], tuple[Tensor, Tensor, bool]] = {}
+        self._known_tables: dict[tuple[Any, ...], tuple[Tensor, Tensor] | None] = {}
 
     def __enter__(self) -> Feed:
         return self
@@ -184,18 +185,21 @@ class Feed:
         if not rope.depends_on_length:  # then all chunks turn by the same tables
             spans = [(0, spans[-1][1], 0)]
         for start, stop, length in spans:
-            there, here, stays = self._places(row, start, stop, keys.device)
-            if rope.depends_on_length or not stays:
-                moved = rope.move(keys[None, :, start:stop], there, here, length=length, to_length=self.to_length)
-                keys[:, start:stop] = moved[0]
+            part = keys[None, :, start:stop]
+            tables = self._tables(rope, row, start, stop, length, part)
+            if tables is not None:
+                rope.turned(part, tables, out=part)
 
-    def _places(self, row: int, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor, bool]:
-        """Where the tokens of a span were and where they are, [1, 1, tokens] on a device, and whether that is alike.
-
-        The same for all layers there: copying them for each would wait for the rows that are on their way.
-        """
-        if (row, start, stop, device) not in self._known_places:
+    def _tables(
+        self, rope: Rope, row: int, start: int, stop: int, length: int, keys: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """What turns the tokens of a span; None where nothing does. The same for all layers of one embedding."""
+        key = (row, start, stop, keys.device, keys.dtype, rope.layer_type, rope.layout)
+        if key not in self._known_tables:
             here, there = torch.arange(start, stop), sources(self.pieces[row])[start:stop]
-            before, now = (positions.to(device)[None, None] for positions in (there, here))
-            self._known_places[row, start, stop, device] = before, now, torch.equal(here, there)
-        return self._known_places[row, start, stop, device]
+            tables = None
+            if rope.depends_on_length or not torch.equal(here, there):
+                before, now = (positions.to(keys.device)[None, None] for positions in (there, here))
+                tables = rope.tables_between(keys, before, now, length=length, to_length=self.to_length)
+            self._known_tables[key] = tables
+        return self._known_tables[key]
