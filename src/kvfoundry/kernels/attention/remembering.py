@@ -48,9 +48,21 @@ class Remembering:
             and dim % 8 == 0
             and dim <= 256
         ):
-            output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-                query, key, value, 0.0, True, False, scale=scaling
-            )
+            output, lse = _causal(query, key, value, scaling)
             self.query, self.lse = query, lse * math.log2(math.e)
             return output
         return self.kernel(query, key, value, visibility, scaling=scaling, softcap=softcap, sinks=sinks)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Output and natural log-sum-exp [batch, query_heads, queries], by the operator that torch itself would take."""
+    given = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, query.shape[1] != key.shape[1])
+    if torch.backends.cuda.can_use_cudnn_attention(given):  # the faster one where there is a choice
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, True, False, scale=scaling
+        )
+        return output, lse.reshape(query.shape[:3])
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, True, False, scale=scaling
+    )
+    return output, lse
