@@ -57,7 +57,12 @@ def test_many_steps_say_what_rows_on_the_device_say(spec, group, pieces, model) 
     steps = [1] * 150 + [5, 3] + [1] * 20
     ids = random_ids(1, sum(pieces) + sum(steps)).cuda()
     found, expected = (logits(model, method, ids, pieces + steps) for method in (streamed(spec, group), spec))
-    assert float((found - expected).abs().max()) < 2e-3 * float(expected.abs().max())
+    if kvfoundry.Method.parse(spec).codec is not None:
+        # a row that differs in its last bit may get another code: weights moved by a millionth gave 0.005 with int8 and
+        # 0.013 with fp8, where rows out of place give more than 1
+        assert float((found - expected).norm()) < 1e-2 * float(expected.norm())
+    else:
+        assert float((found - expected).abs().max()) < 2e-3 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize("spec", ["fullkv", "kivi(bits=4, group=32, residual=32)", "snapkv(budget=256, window=8)"])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfoundry.analysis.results import COLOURS, new_figure
 from kvfoundry.bench.latency import OWN
+from kvfoundry.bench.numbers import short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -125,11 +126,11 @@ def _rates(axis: Any, rates: dict[str, float]) -> None:
     shown = {label: rate / 1e9 for label, rate in found.items() if rate is not None}
     axis.barh(range(len(shown)), list(shown.values()), color="#9ecae1")
     for number, (label, rate) in enumerate(shown.items()):
-        axis.text(rate, number, f" {label}: {rate:.3g} GB/s", va="center", fontsize=8)
+        axis.text(rate, number, f" {label}: {short(rate)} GB/s", va="center", fontsize=8)
     axis.set_yticks([])
     axis.invert_yaxis()
     axis.set_xscale("log")
-    axis.set_xlim(min(0.1, *shown.values()) / 2, max(shown.values()) * 20)
+    axis.set_xlim(min(0.1, *shown.values()) / 2, max(shown.values()) * 50)
     axis.set_xlabel("GB per second (log)", fontsize=8)
     axis.tick_params(axis="x", labelsize=8)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvfoundry.bench.numbers import short
 from kvfoundry.cli.evaluation.playground import PlaygroundWords, specs
 from kvfoundry.cli.options import (
     BudgetOption,
@@ -263,13 +264,6 @@ def _draw(content: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def _short(number: float | None) -> str:
-    """Three digits, two of a fraction, or all of them before the point."""
-    if number is None:
-        return "-"
-    return f"{number:.0f}" if number >= 1000 else f"{number:.3g}" if number >= 1 else f"{number:.2g}"
-
-
 def _print(content: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -277,7 +271,7 @@ def _print(content: dict[str, Any]) -> None:
     from rich.text import Text
 
     rates = {name.removesuffix("_bytes_per_s"): rate for name, rate in content["rates"].items() if "bytes" in name}
-    typer.echo("GB/s: " + ", ".join(f"{name.replace('_', ' ')} {rate / 1e9:.3g}" for name, rate in rates.items()))
+    typer.echo("GB/s: " + ", ".join(f"{name.replace('_', ' ')} {short(rate / 1e9)}" for name, rate in rates.items()))
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("method", overflow="fold", min_width=18)
     headings = (
@@ -297,9 +291,9 @@ def _print(content: dict[str, Any]) -> None:
     for each in content["figures"]:
         table.add_row(
             Text("transformers" if each["arm"] in OWN else each["method"]), each["arm"],
-            f"{each['batch']}x{each['tokens']}", _short(each["ms"]), _short(each["roofline_ms"]),
-            _short(each["ttft_ms"]), _short(each["ttft_roofline_ms"]), _short(each["stored_bytes"] / MIB),
-            _short(each["peak_bytes"] / MIB),
+            f"{each['batch']}x{each['tokens']}", short(each["ms"]), short(each["roofline_ms"]),
+            short(each["ttft_ms"]), short(each["ttft_roofline_ms"]), short(each["stored_bytes"] / MIB),
+            short(each["peak_bytes"] / MIB),
         )  # fmt: skip
     Console().print(table)
     for name, gate in content["gates"].items():
