@@ -405,11 +405,11 @@ def run_coded(board: Board) -> None:
 
     shapes = [
         coded_decode.DEFAULT,
-        Tuning(32, 1, 3, 16),
-        Tuning(32, 1, 3, 32),
+        Tuning(32, 1, 3, 12, 168),
+        Tuning(32, 1, 3, 16, 128),
         Tuning(32, 1, 4, 8),
         Tuning(32, 1, 2, 8),
-        Tuning(32, 2, 3, 8),
+        Tuning(64, 1, 2, 8),
     ]
     best: Tuning | None = None
     for name in CODES:

@@ -19,7 +19,8 @@ def headinfer(group: int = 1) -> Piece:
     (`cache.host_nbytes`). While one buffer is read, the next ones are filled, also across layers and steps, so a step
     takes as long as the link needs for all rows. With a codec packed codes cross the link, with an evicting method what
     it keeps, with quest the chosen pages alone:
-    headinfer()+kivi(bits=2), snapkv(budget=16384)+headinfer(), quest(budget=4096)+headinfer().
+    headinfer()+kivi(bits=2), snapkv(budget=16384)+headinfer(), quest(budget=4096)+headinfer(). In the engine the copies
+    are part of its CUDA graph, and rows that are decoded stay on the device until it ends.
 
     group: KV heads that are copied and read together; more of them take more memory and fewer launches. Methods that
     look at all rows in decode (h2o, say) bring a whole layer back at every look: right, and slow.
