@@ -1,7 +1,7 @@
 """Page selection in Triton: scores by two small matrix products, then a selection in one program per head.
 
-That needs no sort: all scores of a head lie in registers, 32 counts find the score of the last page that is taken, and
-a running sum of the pages above it (and of the first ones equal to it) gives every page its place in the table.
+That needs no sort: all scores of a head lie in registers, and counts find the score of the last page that is taken, two
+bits of it at a time, until just as many pages are above. A running sum gives every page its place in the table.
 """
 
 from __future__ import annotations
@@ -102,17 +102,32 @@ def _select(
     bits = (score + 0.0).to(tl.uint32, bitcast=True)
     key = tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     key = tl.where(there, key, tl.zeros_like(key))
-    # the key of the last page that is taken, bit by bit
+    # the highest number that as many keys reach as pages are taken, from its highest two bits on; three counts in one sum
     last = tl.zeros([], tl.uint32)
-    bit = tl.full([], 0x80000000, tl.uint32)
-    for _ in range(32):
-        higher = last | bit
-        bit = bit >> 1
-        last = tl.where(tl.sum((key >= higher).to(tl.int32), axis=0) >= taken, higher, last)
-    wanted = taken - tl.sum((key > last).to(tl.int32), axis=0)
-    equal = (there & (key == last)).to(tl.int32)
-    first = tl.cumsum(equal, axis=0) <= wanted
-    keep = there & ((key > last) | ((equal == 1) & first))
+    reached = tl.full([], BLOCK, tl.int64)
+    shift = tl.full([], 30, tl.int32)
+    while (shift >= 0) & (reached != taken):
+        step = (tl.full([], 1, tl.uint32) << shift.to(tl.uint32)).to(tl.uint32)
+        one = (key >= last + step).to(tl.int64)
+        two = (key >= last + 2 * step).to(tl.int64)
+        three = (key >= last + 3 * step).to(tl.int64)
+        counted = tl.sum(one + (two << 21) + (three << 42), axis=0)
+        for number in tl.static_range(1, 4):
+            above = (counted >> (21 * (number - 1))) & 0x1FFFFF
+            enough = above >= taken
+            reached = tl.where(enough, above, reached)
+            highest = (
+                tl.where(enough, last + number * step, last)
+                if number == 1
+                else tl.where(enough, last + number * step, highest)
+            )
+        last = highest
+        shift -= 2
+    keep = there & (key >= last)
+    if reached != taken:  # of equal ones the first
+        equal = (there & (key == last)).to(tl.int32)
+        wanted = taken - tl.sum((key > last).to(tl.int32), axis=0)
+        keep = there & ((key > last) | ((equal == 1) & (tl.cumsum(equal, axis=0) <= wanted)))
     place = tl.cumsum(keep.to(tl.int32), axis=0) - 1
     tl.store(target + place, p, mask=keep)
 
