@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvfoundry.bench.numbers import short
 from kvfoundry.cli.evaluation.playground import PlaygroundWords, specs
 from kvfoundry.cli.options import (
     BudgetOption,
@@ -269,6 +268,8 @@ def _print(content: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from kvfoundry.bench.numbers import short  # its package needs torch
 
     rates = {name.removesuffix("_bytes_per_s"): rate for name, rate in content["rates"].items() if "bytes" in name}
     typer.echo("GB/s: " + ", ".join(f"{name.replace('_', ' ')} {short(rate / 1e9)}" for name, rate in rates.items()))

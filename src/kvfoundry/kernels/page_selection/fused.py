@@ -102,7 +102,7 @@ def _select(
     bits = (score + 0.0).to(tl.uint32, bitcast=True)
     key = tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     key = tl.where(there, key, tl.zeros_like(key))
-    # the highest number that as many keys reach as pages are taken, from its highest two bits on; three counts in one sum
+    # the highest number that as many keys reach as pages are taken, its highest two bits first; three counts in a sum
     last = tl.zeros([], tl.uint32)
     reached = tl.full([], BLOCK, tl.int64)
     shift = tl.full([], 30, tl.int32)
@@ -112,15 +112,12 @@ def _select(
         two = (key >= last + 2 * step).to(tl.int64)
         three = (key >= last + 3 * step).to(tl.int64)
         counted = tl.sum(one + (two << 21) + (three << 42), axis=0)
+        highest = last
         for number in tl.static_range(1, 4):
             above = (counted >> (21 * (number - 1))) & 0x1FFFFF
             enough = above >= taken
             reached = tl.where(enough, above, reached)
-            highest = (
-                tl.where(enough, last + number * step, last)
-                if number == 1
-                else tl.where(enough, last + number * step, highest)
-            )
+            highest = tl.where(enough, last + number * step, highest)
         last = highest
         shift -= 2
     keep = there & (key >= last)
