@@ -63,6 +63,9 @@ def test_heads_get_the_pattern_that_they_follow():
     # the last queries look elsewhere: lines that are estimated from them are the wrong ones, a window is right
     looking = near.query[0, 0].clone()
     looking[-16:] = near.key[0, 0, 20:340:20]
+    # and blocks that are like the queries on average, though nobody looks there, are what block-sparse takes
+    held = near.key[0, 0].clone()
+    held[:96] += 0.35 * near.query[0, 0, 0]
     # tiles of queries that look at one block each, here and there
     generator = torch.Generator().manual_seed(2)
     topics = torch.nn.functional.normalize(torch.randn(rows // 8, 256, generator=generator), dim=-1)
@@ -71,7 +74,7 @@ def test_heads_get_the_pattern_that_they_follow():
     query = topics[place].repeat_interleave(8, dim=0)
     sight = Sight(
         torch.stack([lines.query[0, 0], looking, query])[None],
-        torch.stack([lines.key[0, 0], near.key[0, 0], key])[None],
+        torch.stack([lines.key[0, 0], held, key])[None],
         Tiles.of(torch.tensor([[rows] * 3]), torch.tensor([rows]), 8, 8, "cpu"),
         strength,
     )
