@@ -69,20 +69,18 @@ def output_errors(sight: Sight, value: Tensor, patterns: Sequence[Pattern], quer
         if sight.softcap is not None:
             logits = torch.tanh(logits / sight.softcap) * sight.softcap
         logits = logits.masked_fill(at > own[:, :, part : part + step, None], -torch.inf)
-        total = logits.logsumexp(dim=-1, keepdim=True)
-        if sight.sinks is not None:
-            total = torch.logaddexp(total, sight.sinks.float().view(1, -1, 1, 1))
-        weights = (logits - total).exp()
-        missing = 1.0 - weights.sum(dim=-1, keepdim=True)  # what a sink takes
-        dense = _outputs(weights, values)
+        dense = _outputs(logits, values, sight.sinks)
         size += dense.square().sum(dim=(0, 2, 3))
         for number, index in enumerate(indices):
-            left = weights * visible(index, chosen, rows)
-            found = _outputs(left, values) / (left.sum(dim=-1, keepdim=True) + missing).clamp(min=1e-20)
+            found = _outputs(logits.masked_fill(~visible(index, chosen, rows), -torch.inf), values, sight.sinks)
             wrong[number] += (found - dense).square().sum(dim=(0, 2, 3))
     return wrong / size.clamp(min=1e-20)
 
 
-def _outputs(weights: Tensor, values: Tensor) -> Tensor:
+def _outputs(logits: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.float().view(1, -1, 1, 1))
+    weights = (logits - total.masked_fill(total == -torch.inf, 0.0)).exp()
     grouped = weights.reshape(*values.shape[:2], -1, values.shape[2])
     return torch.matmul(grouped, values).view(*weights.shape[:3], -1)
