@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -264,6 +265,7 @@ def main() -> None:
     clock = Clock(device, options.limit)
     record: dict[str, Any] = {
         "what": "time to first token over that of the whole prompt; GB/s to the device; disk tier against recompute",
+        "command": " ".join(["python", "benchmarks/blend_speed_device.py", *sys.argv[1:]]),
         "config": options.config,
         "dtype": "torch.bfloat16" if device.type == "cuda" else "torch.float32",
         "passages": options.passages,

@@ -155,12 +155,10 @@ class Rope:
         Arguments as in `move`; all keys of a row of bounds move from that row's one position to the other. A turned box
         does not stand on its sides any more, so the bounds get wider.
         """
-        center = self.move((low + high) / 2, from_positions, to_positions, length=length, to_length=to_length)
-        half = wide((high - low) / 2)
-        if self.layout is None or low.shape[-2] == 0:
-            return low, high
         tables = self.tables_between(low, from_positions, to_positions, length=length, to_length=to_length)
-        assert tables is not None
+        if tables is None or self.layout is None:
+            return low, high
+        center, half = self.turned((low + high) / 2, tables), wide((high - low) / 2)
         cos, sin = (table.abs() for table in tables)
         still, none = self.layout.turn(half, torch.zeros_like(cos), torch.zeros_like(cos)), torch.zeros_like(cos)
         half = self.layout.turn(half, cos, none) + self.layout.turn(half, none, sin).abs() - still

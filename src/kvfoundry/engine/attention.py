@@ -151,14 +151,13 @@ def _read_pages(selection: Any, attention: Any, decode: Any, step: Step, rows: S
     selection.extend_bounds(paging.low, paging.high, key, lengths, page=page)
     bounds = query, paging.low, paging.high, lengths
     table, counts = selection.select(*bounds, page=page, budget=paging.budget, group=paging.group)
-    output: Tensor
     if paging.hosted is not None:
-        output = decode.attend(step.query, *paging.hosted.fetched(table, page, rows), **_terms(step))
-        return output
+        found: Tensor = decode.attend(step.query, *paging.hosted.fetched(table, page, rows), **_terms(step))
+        return found
     real = (
         {"real": torch.ones_like(step.position, dtype=torch.bool)} if attention is paged_naive else {"counts": counts}
     )
-    output = attention.attend(
+    output: Tensor = attention.attend(
         query, rows.keys, rows.values, table, rows.starts, rows.lengths, page, **_terms(step), **real,
     )  # fmt: skip
     return output[:, :, None]

@@ -35,6 +35,7 @@ class Hosted:
     def __init__(self, rows: StreamedRows | StreamedCodes, *, streams: bool):
         self.rows, self.streams = rows, streams
         self.counts = rows.stored.to(rows.ring.device, torch.int32)
+        self._none = torch.zeros_like(self.counts)  # whole rows beside codes
 
     @property
     def ring(self) -> Ring:
@@ -58,10 +59,9 @@ class Hosted:
                     keys, values = parts
                     read = kernel.attend(own, keys[None], values[None], counts, **terms, return_lse=True)
                 else:
-                    nothing = own.new_zeros(1, counts.shape[1], 1, own.shape[3])
-                    none = own.new_zeros(1, counts.shape[1], 1, output.shape[3])
+                    whole = (side.tail[one, heads] for side in (self.rows.keys, self.rows.values))
                     read = kernel.attend(
-                        own, *self.rows.codes_from(parts), counts, nothing, none, torch.zeros_like(counts), **terms,
+                        own, *self.rows.codes_from(parts), counts, *whole, self._none[one, heads], **terms,
                         return_lse=True,
                     )  # fmt: skip
             output[one, asked], lse[one, asked] = read
@@ -101,7 +101,7 @@ class Hosted:
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that holds memory on the device, the ring's aside."""
-        yield self.counts
+        yield from (self.counts, self._none)
 
 
 def joined(one: Read, other: Read) -> Tensor:

@@ -27,6 +27,16 @@ from torch import Tensor
 from kvfoundry.codecs.grouped import offset
 from kvfoundry.errors import KVFoundryError
 from kvfoundry.kernels.coded_decode.codes import Codes
+from kvfoundry.kernels.coded_decode.registers import (
+    codes_at,
+    common_terms,
+    entry_of,
+    entry_of_row,
+    laid_beside,
+    load_entries,
+    scaled_codes,
+    times_pairs,
+)
 from kvfoundry.kernels.decode_attention.fused import MOST_QUERIES
 from kvfoundry.kernels.splitting import find_part, join, online, part_buffers, share_out, soften, store_part
 from kvfoundry.kernels.triton_support import (
@@ -52,152 +62,6 @@ _MINIMUM, _ZERO, _FLOAT8 = 0, 1, 2
 _COLUMNS = tl.constexpr(8)
 # Bits of the pattern of a base that codes may fill: those of the mantissa of bfloat16.
 _MANTISSA = 7
-
-
-@triton.jit
-def _raw(
-    words,
-    place: tl.constexpr,
-    BITS: tl.constexpr,
-    ROOM: tl.constexpr,
-    KIND: tl.constexpr,
-    PAIRS: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """The codes at one place of the words as numbers of the dtype: base + code * 2 ** (place * BITS % ROOM).
-
-    ROOM: bits of the word that are looked at without moving them, a whole number of codes.
-    PAIRS: two words of 16 bits at once in a register of 32, in two instructions; the compiler does not find them.
-    """
-    if KIND == 2:
-        return words.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(dtype)
-    if BITS == 8:
-        return words.to(tl.float32).to(dtype)
-    moved: tl.constexpr = place * BITS // ROOM * ROOM
-    mask: tl.constexpr = (2**BITS - 1) << (place * BITS % ROOM)
-    if PAIRS:
-        # (word >> moved) & mask | base in both halves: bits that cross the middle fall to the mask
-        base: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
-        if moved > 0:
-            words = tl.inline_asm_elementwise(
-                f"shr.b32 $0, $1, {moved};", "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2
-            )
-        bits = tl.inline_asm_elementwise(
-            f"lop3.b32 $0, $1, {mask * 0x10001}, {base}, 0xEA;",
-            "=r,r",
-            [words],
-            dtype=tl.int16,
-            is_pure=True,
-            pack=2,
-        )
-        return bits.to(dtype, bitcast=True)
-    code = (words.to(tl.int16) >> moved) & mask
-    if dtype == tl.bfloat16:
-        return (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    if dtype == tl.float16:
-        return (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
-    return code.to(dtype)
-
-
-@triton.jit
-def _load_entries(at, inside, PER: tl.constexpr):
-    """PER neighbouring entries of a table in one word: entries are small, and every load takes an instruction."""
-    bits: tl.constexpr = PER * at.dtype.scalar.element_ty.primitive_bitwidth
-    if PER > 1:
-        if bits == 64:
-            at = at.to(tl.pointer_type(tl.int64))
-        elif bits == 32:
-            at = at.to(tl.pointer_type(tl.int32))
-        else:
-            at = at.to(tl.pointer_type(tl.int16))
-    return tl.load(at, mask=inside, other=None if inside is None else 0)
-
-
-@triton.jit
-def _entry(words, number, PER: tl.constexpr, entry: tl.constexpr):
-    """Entry number `number` of every word, of dtype `entry`."""
-    bits: tl.constexpr = entry.primitive_bitwidth
-    if PER > 1:
-        words = words >> (number * bits)
-        if bits == 32:
-            words = words.to(tl.int32)
-        elif bits == 16:
-            words = words.to(tl.int16)
-        else:
-            words = words.to(tl.uint8)
-        words = words.to(entry, bitcast=True)
-    return words
-
-
-@triton.jit
-def _scaled(
-    raw, scale, minimum, BASE: tl.constexpr, KIND: tl.constexpr, HAS_MINIMUM: tl.constexpr, dtype: tl.constexpr
-):
-    """Decoded numbers of the dtype, element by element."""
-    number = raw - tl.full([], BASE, tl.float32).to(dtype)
-    if HAS_MINIMUM:
-        if KIND == 1:
-            return ((number - minimum.to(dtype)) * scale.to(dtype)).to(dtype)
-        return (number * scale.to(dtype) + minimum.to(dtype)).to(dtype)
-    return (number * scale.to(dtype)).to(dtype)
-
-
-@triton.jit
-def _common(raw, weight, scale, minimum, BASE: tl.constexpr, KIND: tl.constexpr, HAS_MINIMUM: tl.constexpr):
-    """scale * (sum of weighted numbers) + minimum * (sum of weights), from the weighted sum of raw codes; float32."""
-    scale = scale.to(tl.float32)
-    if HAS_MINIMUM:
-        if KIND == 1:
-            return (raw - (BASE + minimum.to(tl.float32)) * weight) * scale
-        return (raw - BASE * weight) * scale + minimum.to(tl.float32) * weight
-    return (raw - BASE * weight) * scale
-
-
-@triton.jit
-def _entry_of_row(words, number, PER: tl.constexpr, entry: tl.constexpr, PAIRS: tl.constexpr, M: tl.constexpr):
-    """As `_entry` of words [1, rows] or [M, rows], [M, rows]; number: [M, 1]."""
-    bits: tl.constexpr = PER * entry.primitive_bitwidth
-    if PAIRS and PER > 1 and bits <= 64 and entry.primitive_bitwidth == 16:
-        if bits == 64:
-            words = (words >> (number // 2 * 32)).to(tl.int32)
-        # one half of each of two words at once
-        words = words.broadcast_to(M, words.shape[1])
-        halves = tl.where(number % 2 == 0, 0x5410, 0x7632).broadcast_to(M, words.shape[1])
-        found = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r,r", [words, halves], dtype=tl.int16, is_pure=True, pack=2
-        ).to(entry, bitcast=True)
-    else:
-        found = _entry(words, number, PER, entry).broadcast_to(M, words.shape[1])
-    return found
-
-
-@triton.jit
-def _beside(left, right, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """[M, n] and [M, n] as [M, 2 n]; all lanes keep what they have."""
-    both = tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
-    if PAIRS:
-        # Nothing is moved; but where the compiler sees a join it expects numbers of 4 bits and lays out a product so.
-        both = tl.inline_asm_elementwise(
-            "mov.b16 $0, $1;", "=h,h", [both.to(tl.int16, bitcast=True)], dtype=tl.int16, is_pure=False, pack=1
-        ).to(dtype, bitcast=True)
-    return both
-
-
-@triton.jit
-def _times(one, other, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """Products of the dtype. PAIRS: two at once, which the compiler does not find."""
-    if PAIRS and dtype == tl.bfloat16:
-        product = tl.inline_asm_elementwise(
-            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
-            "=r,r,r",
-            [one, other],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        product = (one * other).to(dtype)
-    return product
 
 
 @triton.jit
@@ -402,22 +266,22 @@ def _parts(
                     if KEY_HAS_MINIMUM and KEY_KIND == 0 and KEY_GROUP >= BLOCK:
                         # both tables in one load, which is wide enough to be shared out over the lanes
                         pair = at[:, None] + (tl.arange(0, 2) * apart)[None, :]
-                        scale, minimum = tl.split(_load_entries(ks_at + pair, inside[:, None], KEY_PER))
+                        scale, minimum = tl.split(load_entries(ks_at + pair, inside[:, None], KEY_PER))
                         scales += (scale,)
                         minima += (minimum,)
                     else:
-                        scales += (_load_entries(ks_at + at, inside, KEY_PER),)
+                        scales += (load_entries(ks_at + at, inside, KEY_PER),)
                         if KEY_HAS_MINIMUM:
-                            minima += (_load_entries(km_at + at, inside, KEY_PER),)
+                            minima += (load_entries(km_at + at, inside, KEY_PER),)
                 # scales go onto the query. What the bases add is taken off by the very numbers that read the codes.
                 bases = tl.zeros([M, _COLUMNS], tl.float32)
                 lows = tl.zeros([M, _COLUMNS], tl.float32)
                 for place in tl.static_range(KEY_PLACES):
-                    scale = _entry(scales[place // KEY_PER], place % KEY_PER, KEY_PER, scale_type).to(dtype)
+                    scale = entry_of(scales[place // KEY_PER], place % KEY_PER, KEY_PER, scale_type).to(dtype)
                     minimum = scale
                     if KEY_HAS_MINIMUM:
-                        minimum = _entry(minima[place // KEY_PER], place % KEY_PER, KEY_PER, minimum_type).to(dtype)
-                    k = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                        minimum = entry_of(minima[place // KEY_PER], place % KEY_PER, KEY_PER, minimum_type).to(dtype)
+                    k = codes_at(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
                     if KEY_GROUP >= BLOCK:
                         unit = 2 ** (place * KEY_BITS % KEY_ROOM)
                         asked = (q_in_lanes[place] * scale[None, :]).to(dtype)
@@ -431,7 +295,7 @@ def _parts(
                         bases = tl.dot(asked, base, bases, input_precision=PRECISION)
                     else:
                         asked = q[place]
-                        k = _scaled(k, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
+                        k = scaled_codes(k, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
                     logit = tl.dot(asked, k, logit, input_precision=PRECISION)
                 common = tl.max(bases + lows, axis=1)
             elif KEY_SLICES > 1:
@@ -443,18 +307,18 @@ def _parts(
                 if KEY_HAS_MINIMUM:
                     minimum = tl.load(km_at + at, mask=inside, other=0)
                 for place in tl.static_range(KEY_PLACES):
-                    raw = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
-                    k = _scaled(raw, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
+                    raw = codes_at(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                    k = scaled_codes(raw, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
                     logit = tl.dot(q[place], k, logit, input_precision=PRECISION)
             else:
                 for place in tl.static_range(KEY_PLACES):
-                    raw = _raw(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                    raw = codes_at(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
                     logit = tl.dot(q[place], raw, logit, input_precision=PRECISION)
                 scale = tl.load(ks_at + n * KS_ROW)[None, :]
                 minimum = scale
                 if KEY_HAS_MINIMUM:
                     minimum = tl.load(km_at + n * KS_ROW)[None, :]
-                logit = _common(
+                logit = common_terms(
                     logit, asked_for[:, None], scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM
                 )
             if SOFTCAP:
@@ -489,13 +353,13 @@ def _parts(
                     at = n[None, :] * VS_ROW + (part_of // VALUE_PER * VALUE_PER)[:, None]
                     inside = real[:, None]
                 number = (part_of % VALUE_PER)[:, None]
-                scale = _load_entries(vs_at + at, inside, VALUE_PER)
-                scale = _entry_of_row(scale, number, VALUE_PER, value_scale_type, VALUE_PAIRS, M).to(dtype)
+                scale = load_entries(vs_at + at, inside, VALUE_PER)
+                scale = entry_of_row(scale, number, VALUE_PER, value_scale_type, VALUE_PAIRS, M).to(dtype)
                 if VALUE_HAS_MINIMUM:
-                    minimum = _load_entries(vm_at + at, inside, VALUE_PER)
-                    minimum = _entry_of_row(minimum, number, VALUE_PER, value_minimum_type, VALUE_PAIRS, M).to(dtype)
+                    minimum = load_entries(vm_at + at, inside, VALUE_PER)
+                    minimum = entry_of_row(minimum, number, VALUE_PER, value_minimum_type, VALUE_PAIRS, M).to(dtype)
                     if VALUE_KIND == 0:
-                        shared = _times(weights, minimum, VALUE_PAIRS, dtype)
+                        shared = times_pairs(weights, minimum, VALUE_PAIRS, dtype)
                         shared_weighed = tl.dot(shared, ones, shared_weighed, input_precision=PRECISION)
             # chunks below each other are read by the weights of their own rows beside each other
             reading = ()
@@ -506,17 +370,17 @@ def _parts(
                     if VALUE_CHUNKS > 1:
                         nothing = tl.zeros([M, BLOCK], tl.float32).to(dtype)
                         own_scale = tl.where((chunk_of == chunk)[:, None], scale, nothing)
-                    part = _times(weights, own_scale, VALUE_PAIRS, dtype)
+                    part = times_pairs(weights, own_scale, VALUE_PAIRS, dtype)
                     scaled_weighed = tl.dot(part, ones, scaled_weighed, input_precision=PRECISION)
                     if VALUE_KIND == 1:
-                        shared = _times(-part, minimum, VALUE_PAIRS, dtype)
+                        shared = times_pairs(-part, minimum, VALUE_PAIRS, dtype)
                         shared_weighed = tl.dot(shared, ones, shared_weighed, input_precision=PRECISION)
                 reading += (part,)
             for level in tl.static_range(3):
                 if VALUE_CHUNKS >> level > 1:
                     wider = ()
                     for chunk in tl.static_range(0, VALUE_CHUNKS >> level, 2):
-                        wider += (_beside(reading[chunk], reading[chunk + 1], VALUE_PAIRS, dtype),)
+                        wider += (laid_beside(reading[chunk], reading[chunk + 1], VALUE_PAIRS, dtype),)
                     reading = wider
             lines = tl.arange(0, VALUE_CHUNKS * BLOCK)
             row = tl.minimum(begin + tile * BLOCK + lines % BLOCK, stop - 1)
@@ -527,7 +391,7 @@ def _parts(
             )
             further = ()
             for place in tl.static_range(VALUE_PLACES):
-                v = _raw(words, place, VALUE_BITS, VALUE_ROOM, VALUE_KIND, VALUE_PAIRS, dtype)
+                v = codes_at(words, place, VALUE_BITS, VALUE_ROOM, VALUE_KIND, VALUE_PAIRS, dtype)
                 if VALUE_TOKENS:
                     if place % VALUE_PER == 0:
                         channel = vw * VALUE_PLACES + place
@@ -536,13 +400,13 @@ def _parts(
                         else:
                             at = (n // VALUE_GROUP)[:, None] * VS_ROW + channel[None, :]
                         inside = (channel < VALUE_DIM)[None, :]
-                        scales = _load_entries(vs_at + at, inside, VALUE_PER)
+                        scales = load_entries(vs_at + at, inside, VALUE_PER)
                         minima = scales
                         if VALUE_HAS_MINIMUM:
-                            minima = _load_entries(vm_at + at, inside, VALUE_PER)
-                    scale = _entry(scales, place % VALUE_PER, VALUE_PER, value_scale_type)
-                    minimum = _entry(minima, place % VALUE_PER, VALUE_PER, value_minimum_type)
-                    v = _scaled(v, scale, minimum, VALUE_BASE + VALUE_OFFSET, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
+                            minima = load_entries(vm_at + at, inside, VALUE_PER)
+                    scale = entry_of(scales, place % VALUE_PER, VALUE_PER, value_scale_type)
+                    minimum = entry_of(minima, place % VALUE_PER, VALUE_PER, value_minimum_type)
+                    v = scaled_codes(v, scale, minimum, VALUE_BASE + VALUE_OFFSET, VALUE_KIND, VALUE_HAS_MINIMUM, dtype)
                 further += (tl.dot(reading[0], v, acc[place], input_precision=PRECISION),)  # type: ignore[misc]
             acc = further
 
