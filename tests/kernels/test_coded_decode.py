@@ -59,10 +59,14 @@ def check(
     coded: Any = ((48, 0), (16, 32)),
     tails: Any = ((5, 1), (0, 20)),
     block: int = 16,
+    steady: bool = False,
+    asked: float = 1.0,
     **terms: Any,
 ) -> None:
+    """steady: queries without negative numbers; asked: their size."""
     count, tail = (torch.tensor(number, dtype=torch.int32, device=device) for number in (coded, tails))
     query = torch.randn(2, HEADS * group, queries, dim, device=device, dtype=dtype)
+    query = (query.abs() if steady else query) * asked
     rows = [torch.randn(2, HEADS, 64, dim, device=device, dtype=dtype) for _ in range(2)]
     newest = [torch.randn(2, HEADS, 24, dim, device=device, dtype=dtype) for _ in range(2)]
     for tensor in newest:
@@ -99,6 +103,24 @@ def test_several_tiles_a_step(device: torch.device, block: int) -> None:
 def test_dtypes(device: torch.device, dtype: torch.dtype, bits: int) -> None:
     keys, values = (lambda rows: per_channel(rows, bits)), (lambda rows: per_token(rows, bits))
     check(device, keys, values, dtype=dtype, group=4, dim=128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_peaks_that_come_late(device: torch.device, dtype: torch.dtype) -> None:
+    """Logits that grow from row to row: far above what the weights so far were set against, and far below."""
+    growing = torch.linspace(-6, 6, 64, device=device)[:, None]
+
+    def keys(rows: torch.Tensor) -> Codes:
+        return per_channel(rows.abs() * growing.to(rows.dtype), 4)
+
+    check(device, keys, lambda rows: per_token(rows, 2), dtype=dtype, steady=True)
+
+
+@pytest.mark.parametrize("size", [2.0**-30, 2.0**30])
+def test_numbers_far_from_one(device: torch.device, size: float) -> None:
+    """bfloat16 reaches far: scales of keys and values, and queries, of any size that products of float32 can hold."""
+    keys, values = (lambda rows: per_channel(rows * size, 2)), (lambda rows: per_token(rows * size, 2))
+    check(device, keys, values, dtype=torch.bfloat16, tails=((0, 0), (0, 0)), asked=1 / size)
 
 
 @pytest.mark.parametrize(

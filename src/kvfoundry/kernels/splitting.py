@@ -20,6 +20,9 @@ from kvfoundry.kernels.triton_support import next_power, tl, triton
 LOG2_E = 1.4426950408889634
 LOG_2 = 0.6931471805599453
 
+# Of one program that joins: channels, and parts that are read at once.
+_CHANNELS, _MOST_AT_ONCE = 32, 256
+
 
 @triton.jit
 def share_out(rows, wanted, BLOCK: tl.constexpr):
@@ -92,12 +95,23 @@ def own_parts(splits, owner, KINDS: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
+def rows_of(rows, others, there, index, KINDS: tl.constexpr):
+    """Rows of every head, or of both kinds in turn: the first of each head in `rows`, the second in `others`."""
+    found = tl.load(rows + index // KINDS, mask=there, other=0)
+    if KINDS == 2:
+        found = tl.where(index % 2 == 0, found, tl.load(others + index // 2, mask=there, other=0))
+    return found
+
+
+@triton.jit
 def join_row(
     owner,
     row,
+    channel,
     parts,
     part_lse,
     rows,
+    others,
     sinks,
     output,
     lse,
@@ -120,14 +134,17 @@ def join_row(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """Combine the parts of one row (query, query head of the group) of a stored head, add the sink."""
+    """Combine the parts of one row (query, query head of the group) of a stored head, add the sink.
+
+    channel: the first of D that are combined.
+    """
     index = tl.arange(0, HEADS)
-    counts = tl.load(rows + index, mask=index < heads_total * KINDS, other=0) * SCALE
+    counts = rows_of(rows, others, index < heads_total * KINDS, index, KINDS) * SCALE
     if MOST > 0:
         counts = tl.minimum(counts, MOST)
     splits = share_out(counts, wanted, BLOCK)
     first, number = own_parts(splits, owner, KINDS, HEADS)
-    d = tl.arange(0, D)
+    d = channel + tl.arange(0, D)
     acc = tl.zeros([D], tl.float32)
     peak = float("-inf")
     total = 0.0
@@ -156,7 +173,7 @@ def join_row(
     query = row // GROUP
     where = output + batch * out_batch + query_head * out_head + query * out_query + d
     tl.store(where, (acc / divisor).to(output.dtype.element_ty), mask=d < DIM)
-    if HAS_LSE:
+    if HAS_LSE and channel == 0:
         at_lse = (batch * stored_heads * GROUP + query_head) * QUERIES + query
         value = tl.where(total > 0.0, (peak + tl.log2(divisor)) * 0.6931471805599453, float("-inf"))
         tl.store(lse + at_lse, value)
@@ -167,6 +184,7 @@ def _join(
     parts,
     part_lse,
     rows,
+    others,
     sinks,
     output,
     lse,
@@ -189,13 +207,15 @@ def _join(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """One program per stored head and row."""
+    """One program per stored head, row and block of channels."""
     join_row(
         tl.program_id(0),
         tl.program_id(1),
+        tl.program_id(2) * D,
         parts,
         part_lse,
         rows,
+        others,
         sinks,
         output,
         lse,
@@ -232,20 +252,22 @@ def join(
     block: int,
     scale: int = 1,
     most: int = 0,
+    others: Tensor | None = None,
 ) -> None:
     """Fill `output` [batch, query_heads, queries, dim] and `lse` [batch, query_heads, queries] from the parts.
 
     parts: [programs, group * queries, dim] float32 and part_lse [programs, group * queries], as `store_part` leaves
-    them. rows: [batch, heads] int32 on the device, each times `scale` and at most `most` (0: no bound) to be read, or
-    [batch, heads, kinds] where a head has rows of several kinds, each cut into parts of its own; wanted, block: what
-    the parts were cut with.
+    them. rows: [batch, heads] int32 on the device, each times `scale` and at most `most` (0: no bound) to be read;
+    others: as many of a second kind, cut into parts of their own. wanted, block: what the parts were cut with.
     """
     batch, query_heads, queries, dim = output.shape
-    heads, kinds = rows.shape[1], rows[0, 0].numel()
-    _join[(batch * heads, parts.shape[1])](
+    heads, kinds = rows.shape[1], 1 if others is None else 2
+    channels = min(_CHANNELS, next_power(dim, 16))
+    _join[(batch * heads, parts.shape[1], triton.cdiv(dim, channels))](
         parts,
         part_lse,
         rows,
+        rows if others is None else others,
         sinks if sinks is not None else part_lse,
         output,
         lse if lse is not None else part_lse,
@@ -260,15 +282,20 @@ def join(
         GROUP=query_heads // heads,
         QUERIES=queries,
         DIM=dim,
-        D=next_power(dim, 16),
+        D=channels,
         KINDS=kinds,
         HEADS=next_power(batch * heads * kinds),
         BLOCK=block,
-        STEP=32,
+        STEP=step_of(wanted, batch * heads),
         HAS_SINKS=sinks is not None,
         HAS_LSE=lse is not None,
         num_warps=4,
     )
+
+
+def step_of(wanted: int, heads: int) -> int:
+    """How many parts of a head are read at once: all of them, where heads are of one length and not too few."""
+    return min(_MOST_AT_ONCE, next_power(triton.cdiv(wanted, heads) + 1, 16))
 
 
 def part_buffers(programs: int, rows: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:

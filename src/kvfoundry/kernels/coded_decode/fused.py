@@ -3,11 +3,13 @@
 A row is read in words of 8 or 16 bits. The codes at one place of all words are the channels place, place + n, ...: a
 matrix product over channels may take them in any order, so each place is one product of its own, with the matching
 channels of the query, and no code ever changes its lane. Codes below 128 become bfloat16 by one bit operation: the low
-bits of the pattern of 128.0 count in whole numbers (of 1024.0 in float16); the base is taken off sums, not codes. Codes
-that lie higher in the word need not be moved down: they count in larger units, which the other factor takes back.
+bits of the pattern of 128.0 count in whole numbers (of 1024.0 in float16); the base is taken off sums, not codes. Where
+scales go onto the other factor there is no base: the bits alone are a subnormal number, which tensor cores multiply
+like any other, and the other factor is made larger by a power of two. Codes that lie higher in the word need not be
+moved down: they count in larger units, which the other factor takes back.
 
-Scales of keys per channel go onto the query, once for a tile that lies within one group of tokens; their minima, and
-the base, add the same to all logits of a row, found by products with a matrix whose columns are all alike.
+Scales of keys per channel go onto the query, once for a tile that lies within one group of tokens; their minima add the
+same to all logits of a row, found by products with a matrix whose columns are all alike.
 
 Scales of values per token go onto the softmax weights. Groups of channels differ in them, and a tile of the tensor
 cores has 16 rows of which a group of query heads fills few: so every query head has one row for each group of channels,
@@ -38,7 +40,7 @@ from kvfoundry.kernels.coded_decode.registers import (
     times_pairs,
 )
 from kvfoundry.kernels.decode_attention.fused import MOST_QUERIES
-from kvfoundry.kernels.splitting import find_part, join, online, part_buffers, share_out, soften, store_part
+from kvfoundry.kernels.splitting import find_part, join, online, part_buffers, rows_of, share_out, soften, store_part
 from kvfoundry.kernels.triton_support import (
     Tuning,
     check_device,
@@ -62,6 +64,12 @@ _MINIMUM, _ZERO, _FLOAT8 = 0, 1, 2
 _COLUMNS = tl.constexpr(8)
 # Bits of the pattern of a base that codes may fill: those of the mantissa of bfloat16.
 _MANTISSA = 7
+# The smallest number is 2 ** -bits, and what meets such numbers is made larger by so many bits: products then are far
+# from the ends of float32. float16's are, as they are.
+_TINY_BITS = {torch.bfloat16: 133, torch.float16: 24}
+_LIFT_BITS = {torch.bfloat16: 60, torch.float16: 0}
+# So many powers of two may a weight be above one before all sums are set against a new peak; float16 ends at 2 ** 16.
+_SLACK = 10
 
 
 @triton.jit
@@ -78,7 +86,6 @@ def _parts(
     tail_values,
     coded,
     tails,
-    work,
     parts,
     part_lse,
     wanted,
@@ -132,6 +139,7 @@ def _parts(
     KEY_PAIRS: tl.constexpr,
     KEY_ROOM: tl.constexpr,
     KEY_PER: tl.constexpr,
+    KEY_TINY: tl.constexpr,
     KEY_BASE: tl.constexpr,
     KEY_OFFSET: tl.constexpr,
     KEY_HAS_MINIMUM: tl.constexpr,
@@ -147,15 +155,19 @@ def _parts(
     VALUE_PAIRS: tl.constexpr,
     VALUE_ROOM: tl.constexpr,
     VALUE_PER: tl.constexpr,
+    VALUE_TINY: tl.constexpr,
     VALUE_BASE: tl.constexpr,
     VALUE_OFFSET: tl.constexpr,
     VALUE_HAS_MINIMUM: tl.constexpr,
+    TINY_BITS: tl.constexpr,
+    LIFT_BITS: tl.constexpr,
+    SLACK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     program = tl.program_id(0)
     index = tl.arange(0, HEADS)
-    rows = tl.load(work + index, mask=index < heads_total * 2, other=0)
+    rows = rows_of(coded, tails, index < heads_total * 2, index, 2)
     splits = share_out(rows, wanted, STEP)
     if program >= tl.sum(splits, axis=0):
         return
@@ -207,17 +219,20 @@ def _parts(
     vw = tl.arange(0, VW)
     chunk_of = part_of // (VALUE_SLICES // VALUE_CHUNKS)
     q = ()
-    q_in_lanes = ()
+    key_lift: tl.constexpr = 2.0**LIFT_BITS if KEY_TINY else 1.0
+    # what is to be taken off sums of products with subnormal numbers and lifted ones
+    lifted: tl.constexpr = 2.0 ** (TINY_BITS - LIFT_BITS)
+    lift_bits: tl.constexpr = LIFT_BITS if VALUE_TINY else 0
     asked_for = tl.zeros([M], tl.float32)
     for place in tl.static_range(KEY_PLACES):
         d = kw * KEY_PLACES + place
         found_q = tl.load(q_at[:, None] + d[None, :], mask=real[:, None] & (d < KEY_DIM)[None, :], other=0.0)
         asked_for += tl.sum(found_q.to(tl.float32), axis=1)
-        q += (found_q,)
         if KEY_TOKENS and KEY_GROUP >= BLOCK:
             # As they are (a power of two is exact), but in the lanes where products want them: every tile scales them.
-            identity = (kw[:, None] == kw[None, :]).to(tl.float32) / 2 ** (place * KEY_BITS % KEY_ROOM)
-            q_in_lanes += (tl.dot(found_q, identity.to(dtype), input_precision=PRECISION).to(dtype),)
+            identity = (kw[:, None] == kw[None, :]).to(tl.float32) * (key_lift / 2 ** (place * KEY_BITS % KEY_ROOM))
+            found_q = tl.dot(found_q, identity.to(dtype), input_precision=PRECISION).to(dtype)
+        q += (found_q,)
     acc = ()
     for _ in tl.static_range(VALUE_PLACES):
         acc += (tl.zeros([M, VW], tl.float32),)
@@ -239,13 +254,15 @@ def _parts(
     value_minimum_type: tl.constexpr = value_minimum.dtype.element_ty
     end = tl.minimum(stop, own + 1)
     seen_by_all = tl.min(end, axis=0)
-    # the peak and everything that is compared with it are in base 2
+    # What weights are set against, in base 2: a peak that is a little too low serves, and sums stay as they are.
+    anchor = tl.full([M], -1e30, tl.float32)
     factor = 1.0 if SOFTCAP else scaling * 1.4426950408889634
+    key_unit: tl.constexpr = lifted if KEY_TINY else 1.0
+    logit_unit: tl.constexpr = 1.0 if SOFTCAP else key_unit
     for begin in range(start, stop, STEP):
         # logits of the tiles, and what those of a tile have in common; tiles of one group of tokens share its scales
         logits = ()
         added = ()
-        highest = peak
         for tile in tl.static_range(0, STEP, BLOCK):
             # behind the last row it is read again: nothing weighs it
             n = tl.minimum(begin + tile + tl.arange(0, BLOCK), stop - 1)
@@ -273,7 +290,7 @@ def _parts(
                         scales += (load_entries(ks_at + at, inside, KEY_PER),)
                         if KEY_HAS_MINIMUM:
                             minima += (load_entries(km_at + at, inside, KEY_PER),)
-                # scales go onto the query. What the bases add is taken off by the very numbers that read the codes.
+                # scales go onto the query. What offsets add is taken off by the very numbers that read the codes.
                 bases = tl.zeros([M, _COLUMNS], tl.float32)
                 lows = tl.zeros([M, _COLUMNS], tl.float32)
                 for place in tl.static_range(KEY_PLACES):
@@ -281,23 +298,27 @@ def _parts(
                     minimum = scale
                     if KEY_HAS_MINIMUM:
                         minimum = entry_of(minima[place // KEY_PER], place % KEY_PER, KEY_PER, minimum_type).to(dtype)
-                    k = codes_at(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                    k = codes_at(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, KEY_TINY, dtype)
                     if KEY_GROUP >= BLOCK:
                         unit = 2 ** (place * KEY_BITS % KEY_ROOM)
-                        asked = (q_in_lanes[place] * scale[None, :]).to(dtype)
-                        base = tl.full([KW], -KEY_BASE - KEY_OFFSET * unit, tl.float32)
-                        if KEY_KIND == 1:
-                            base -= minimum.to(tl.float32) * unit
-                        elif KEY_HAS_MINIMUM:
-                            low = minimum[:, None].broadcast_to(KW, _COLUMNS)
+                        asked = (q[place] * scale[None, :]).to(dtype)
+                        if KEY_HAS_MINIMUM and KEY_KIND != 1:
+                            low = minimum
+                            if unit > 1:
+                                low = (low * tl.full([], unit, tl.float32).to(dtype)).to(dtype)
+                            low = low[:, None].broadcast_to(KW, _COLUMNS)
                             lows = tl.dot(q[place], low, lows, input_precision=PRECISION)
-                        base = base.to(dtype)[:, None].broadcast_to(KW, _COLUMNS)
-                        bases = tl.dot(asked, base, bases, input_precision=PRECISION)
+                        if KEY_BASE + KEY_OFFSET != 0 or KEY_KIND == 1:
+                            base = tl.full([KW], -KEY_BASE - KEY_OFFSET * unit, tl.float32)
+                            if KEY_KIND == 1:
+                                base -= minimum.to(tl.float32) * unit
+                            base = base.to(dtype)[:, None].broadcast_to(KW, _COLUMNS)
+                            bases = tl.dot(asked, base, bases, input_precision=PRECISION)
                     else:
                         asked = q[place]
                         k = scaled_codes(k, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
                     logit = tl.dot(asked, k, logit, input_precision=PRECISION)
-                common = tl.max(bases + lows, axis=1)
+                common = tl.max(bases + lows, axis=1) * (1.0 / key_lift)
             elif KEY_SLICES > 1:
                 group = (kw * KEY_PLACES) // KEY_GROUP
                 at = n[None, :] * KS_ROW + group[:, None]
@@ -307,12 +328,12 @@ def _parts(
                 if KEY_HAS_MINIMUM:
                     minimum = tl.load(km_at + at, mask=inside, other=0)
                 for place in tl.static_range(KEY_PLACES):
-                    raw = codes_at(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                    raw = codes_at(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, KEY_TINY, dtype)
                     k = scaled_codes(raw, scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM, dtype)
                     logit = tl.dot(q[place], k, logit, input_precision=PRECISION)
             else:
                 for place in tl.static_range(KEY_PLACES):
-                    raw = codes_at(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, dtype)
+                    raw = codes_at(words, place, KEY_BITS, KEY_ROOM, KEY_KIND, KEY_PAIRS, KEY_TINY, dtype)
                     logit = tl.dot(q[place], raw, logit, input_precision=PRECISION)
                 scale = tl.load(ks_at + n * KS_ROW)[None, :]
                 minimum = scale
@@ -322,28 +343,41 @@ def _parts(
                     logit, asked_for[:, None], scale, minimum, KEY_BASE + KEY_OFFSET, KEY_KIND, KEY_HAS_MINIMUM
                 )
             if SOFTCAP:
-                logit = soften(logit + common[:, None], scaling, softcap, SOFTCAP)
+                logit = soften(logit * key_unit + common[:, None], scaling, softcap, SOFTCAP)
                 common = tl.zeros([M], tl.float32)
             if begin + STEP > seen_by_all:
                 n = begin + tile + tl.arange(0, BLOCK)
                 logit = tl.where(n[None, :] < end[:, None], logit, float("-inf"))
-            highest = tl.maximum(highest, tl.max(logit, axis=1) * factor + common * factor)
             logits += (logit,)
             added += (common * factor,)
-        # a query may have seen nothing yet: exp(-inf - -inf) is no number
-        anchor = tl.where(highest == float("-inf"), 0.0, highest)
-        fade = tl.exp2(peak - anchor)
-        peak = highest
-        weighed *= fade[:, None]
-        scaled_weighed *= fade[:, None]
-        shared_weighed *= fade[:, None]
-        further = ()
-        for place in tl.static_range(VALUE_PLACES):
-            further += (acc[place] * fade[:, None],)
-        acc = further
+        powers = ()
+        # patterns of numbers above zero are in their order, and those of numbers below zero are integers below zero
+        most = tl.zeros([], tl.int32)
+        for tile in tl.static_range(STEP // BLOCK):
+            power = logits[tile] * (factor * logit_unit) - (anchor - added[tile] - lift_bits)[:, None]
+            most = tl.maximum(most, tl.max(power.to(tl.int32, bitcast=True)))
+            powers += (power,)
+        if most.to(tl.float32, bitcast=True) > SLACK + lift_bits:
+            highest = anchor
+            for tile in tl.static_range(STEP // BLOCK):
+                highest = tl.maximum(highest, tl.max(logits[tile], axis=1) * (factor * logit_unit) + added[tile])
+            fade = tl.exp2(anchor - highest)
+            anchor = highest
+            weighed *= fade[:, None]
+            scaled_weighed *= fade[:, None]
+            shared_weighed *= fade[:, None]
+            further = ()
+            for place in tl.static_range(VALUE_PLACES):
+                further += (acc[place] * fade[:, None],)
+            acc = further
+            further = ()
+            for tile in tl.static_range(STEP // BLOCK):
+                power = logits[tile] * (factor * logit_unit) - (anchor - added[tile] - lift_bits)[:, None]
+                further += (power,)
+            powers = further
         for tile in tl.static_range(STEP // BLOCK):
             n = tl.minimum(begin + tile * BLOCK + tl.arange(0, BLOCK), stop - 1)
-            weights = tl.exp2(logits[tile] * factor - (anchor - added[tile])[:, None]).to(dtype)
+            weights = tl.exp2(powers[tile]).to(dtype)
             weighed = tl.dot(weights, ones, weighed, input_precision=PRECISION)
             if not VALUE_TOKENS:
                 if VALUE_PER == VALUE_SLICES:
@@ -371,7 +405,8 @@ def _parts(
                         nothing = tl.zeros([M, BLOCK], tl.float32).to(dtype)
                         own_scale = tl.where((chunk_of == chunk)[:, None], scale, nothing)
                     part = times_pairs(weights, own_scale, VALUE_PAIRS, dtype)
-                    scaled_weighed = tl.dot(part, ones, scaled_weighed, input_precision=PRECISION)
+                    if VALUE_BASE + VALUE_OFFSET != 0:
+                        scaled_weighed = tl.dot(part, ones, scaled_weighed, input_precision=PRECISION)
                     if VALUE_KIND == 1:
                         shared = times_pairs(-part, minimum, VALUE_PAIRS, dtype)
                         shared_weighed = tl.dot(shared, ones, shared_weighed, input_precision=PRECISION)
@@ -391,7 +426,7 @@ def _parts(
             )
             further = ()
             for place in tl.static_range(VALUE_PLACES):
-                v = codes_at(words, place, VALUE_BITS, VALUE_ROOM, VALUE_KIND, VALUE_PAIRS, dtype)
+                v = codes_at(words, place, VALUE_BITS, VALUE_ROOM, VALUE_KIND, VALUE_PAIRS, VALUE_TINY, dtype)
                 if VALUE_TOKENS:
                     if place % VALUE_PER == 0:
                         channel = vw * VALUE_PLACES + place
@@ -414,7 +449,8 @@ def _parts(
     some = total > 0.0
     divisor = tl.where(some, total, 1.0)
     at = program.to(tl.int64) * (GROUP * QUERIES) + m % (GROUP * QUERIES)
-    tl.store(part_lse + at, tl.where(some, peak + tl.log2(divisor), float("-inf")), mask=m < GROUP * QUERIES)
+    seen = tl.where(some, anchor + tl.log2(divisor) - lift_bits, float("-inf"))
+    tl.store(part_lse + at, seen, mask=m < GROUP * QUERIES)
     scaled_total, shared_total = tl.max(scaled_weighed, axis=1), tl.max(shared_weighed, axis=1)
     for place in tl.static_range(VALUE_PLACES):
         channel = (chunk_of[:, None] * VW + vw[None, :]) * VALUE_PLACES + place
@@ -424,7 +460,8 @@ def _parts(
         # the raw codes are too large by the base, and in other units
         unit = 2.0 ** (place * VALUE_BITS % VALUE_ROOM)
         shared = shared_total - scaled_total * (VALUE_BASE / unit + VALUE_OFFSET)
-        result = (acc[place] * (1.0 / unit) + shared[:, None]) / divisor[:, None]
+        value_unit = (lifted if VALUE_TINY else 1.0) / unit
+        result = acc[place] * value_unit / (divisor * 2.0**-lift_bits)[:, None] + (shared / divisor)[:, None]
         tl.store(parts + at[:, None] * VALUE_DIM + channel, result, mask=inside)
 
 
@@ -470,7 +507,6 @@ def attend(
             raise KVFoundryError(f"groups of {side.group} tokens and tiles of {block} rows do not fill each other.")
     wanted = multiprocessors(query.device) * tuning.programs
     programs = wanted + 2 * batch * heads
-    work = torch.stack([coded, tails], dim=-1)
     parts, part_lse = part_buffers(programs, group * queries, value_dim, query.device)
     output = query.new_empty(batch, query_heads, queries, value_dim)
     lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device) if return_lse else None
@@ -488,7 +524,6 @@ def attend(
         tail_values,
         coded,
         tails,
-        work,
         parts,
         part_lse,
         wanted,
@@ -523,13 +558,16 @@ def attend(
         VALUE_CHUNKS=chunks,
         VW=next_power(words["VALUE"].shape[3], 16) // chunks,
         **side_terms,
+        TINY_BITS=_TINY_BITS.get(query.dtype, 0),
+        LIFT_BITS=_LIFT_BITS.get(query.dtype, 0),
+        SLACK=0 if query.dtype == torch.float16 else _SLACK,
         SOFTCAP=softcap is not None,
         PRECISION=dot_precision(query.dtype),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         **({} if tuning.registers is None else {"maxnreg": tuning.registers}),
     )
-    join(parts, part_lse, work, output, lse, sinks, wanted=wanted, block=tuning.block)
+    join(parts, part_lse, coded, output, lse, sinks, wanted=wanted, block=tuning.block, others=tails)
     return output if lse is None else (output, lse)
 
 
@@ -558,6 +596,7 @@ def _terms(name: str, side: Codes, dtype: torch.dtype) -> dict[str, Any]:
         folded, most = name == "KEY" and side.group >= _LEAST, places
     else:
         folded, most = name == "VALUE", slices
+    tiny = folded and base > 0
     return {
         f"{name}_VIEW": view,
         f"{name}_BITS": side.bits,
@@ -568,9 +607,10 @@ def _terms(name: str, side: Codes, dtype: torch.dtype) -> dict[str, Any]:
         f"{name}_KIND": kind,
         f"{name}_PAIRS": wide and base > 0 and not interpreted(),
         f"{name}_SLICES": slices,
-        f"{name}_ROOM": _MANTISSA // side.bits * side.bits if folded and base > 0 else side.bits,
+        f"{name}_ROOM": _MANTISSA // side.bits * side.bits if tiny else side.bits,
         f"{name}_PER": _entries_per_load(side, most),
-        f"{name}_BASE": float(base),
+        f"{name}_TINY": tiny,
+        f"{name}_BASE": 0.0 if tiny else float(base),
         f"{name}_OFFSET": 0 if side.mode == "float8" else offset(side.bits, side.mode),
         f"{name}_HAS_MINIMUM": side.minimum is not None,
     }

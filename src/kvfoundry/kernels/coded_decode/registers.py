@@ -13,11 +13,13 @@ def codes_at(
     ROOM: tl.constexpr,
     KIND: tl.constexpr,
     PAIRS: tl.constexpr,
+    TINY: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """The codes at one place of the words as numbers of the dtype: base + code * 2 ** (place * BITS % ROOM).
 
     ROOM: bits of the word that are looked at without moving them, a whole number of codes.
+    TINY: without the base, in units of the dtype's smallest number.
     PAIRS: two words of 16 bits at once in a register of 32, in two instructions; the compiler does not find them.
     """
     if KIND == 2:
@@ -28,7 +30,7 @@ def codes_at(
     mask: tl.constexpr = (2**BITS - 1) << (place * BITS % ROOM)
     if PAIRS:
         # (word >> moved) & mask | base in both halves: bits that cross the middle fall to the mask
-        base: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
+        base: tl.constexpr = 0 if TINY else (0x43004300 if dtype == tl.bfloat16 else 0x64006400)
         if moved > 0:
             words = tl.inline_asm_elementwise(
                 f"shr.b32 $0, $1, {moved};", "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2
@@ -44,9 +46,9 @@ def codes_at(
         return bits.to(dtype, bitcast=True)
     code = (words.to(tl.int16) >> moved) & mask
     if dtype == tl.bfloat16:
-        return (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return (code | (0 if TINY else 0x4300)).to(tl.int16).to(tl.bfloat16, bitcast=True)
     if dtype == tl.float16:
-        return (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+        return (code | (0 if TINY else 0x6400)).to(tl.int16).to(tl.float16, bitcast=True)
     return code.to(dtype)
 
 

@@ -169,8 +169,9 @@ def _settle(
     joined = heads_total * GROUP
     if program < joined:
         join_row(
-            program // GROUP, program % GROUP, parts, part_lse, lengths, sinks, output, part_lse, wanted, heads_total,
-            HEADS, out_batch, out_head, out_query, 1, 0, GROUP, 1, DIM, D, 1, ALL_HEADS, PART, STEP, HAS_SINKS, False,
+            program // GROUP, program % GROUP, 0, parts, part_lse, lengths, lengths, sinks, output, part_lse, wanted,
+            heads_total, HEADS, out_batch, out_head, out_query, 1, 0, GROUP, 1, DIM, D, 1, ALL_HEADS, PART, STEP,
+            HAS_SINKS, False,
         )  # fmt: skip
     else:
         _rank(
