@@ -93,6 +93,24 @@ def test_ties_go_to_the_earlier_page(device: torch.device) -> None:
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
 
 
+@pytest.mark.parametrize("pages", [9, 600, 2500])
+def test_any_scores_are_told_apart(device: torch.device, pages: int) -> None:
+    """Infinite ones, zeros of both signs, numbers that differ in their last bit, and rooms of any number of chunks."""
+    scores = torch.randn(2, 2, pages, device=device)
+    ones = torch.ones(pages, device=device).view(torch.int32)
+    scores[0, 0] = (ones + torch.randperm(pages, device=device).int()).view(torch.float32)
+    scores[0, 1, ::2] = torch.inf
+    scores[1, 0, ::3] = -torch.inf
+    scores[1, 0, 5:] = -torch.inf
+    scores[1, 1] = torch.where(torch.arange(pages, device=device) % 2 == 0, 0.0, -0.0)
+    lengths = torch.full((2, 2), pages * 16 - 3, dtype=torch.int32, device=device)
+    lengths[1, 0] = 5 * 16
+    for budget in (1, 4, pages // 2 + 2, pages):
+        ours = fused_selection().best_pages(scores, lengths, page=16, budget=budget)
+        theirs = selection.best_pages(scores, lengths, page=16, budget=budget)
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
 @pytest.mark.parametrize("new", [1, 5])
 def test_bounds_follow_new_rows(device: torch.device, new: int) -> None:
     keys = torch.randn(2, 2, 48, 80, device=device)

@@ -1,7 +1,8 @@
 """Page selection in Triton: scores by two small matrix products, then a selection in one program per head.
 
-That needs no sort: all scores of a head lie in registers, and counts find the score of the last page that is taken, two
-bits of it at a time, until just as many pages are above. A running sum gives every page its place in the table.
+That needs no sort: all scores of a head lie in registers, and counts close in on the score of the last page that is
+taken, a quarter of what is left at a time, until just as many pages are above. A running sum gives every page its place
+in the table.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from kvfoundry.errors import KVFoundryError
 from kvfoundry.kernels.page_selection.naive import Group
 from kvfoundry.kernels.triton_support import check_device, dot_precision, launches, next_power, tl, triton
 
-# Pages that a warp ranks.
-_PAGES_OF_WARP = 256
+# Neighbouring pages of one lane: what it loads at once. And how often a program with its warps goes on to further ones.
+_PAGES_OF_LANE, _CHUNKS = 4, 12
 _REDUCTIONS = {"max": 0, "mean": 1, "sum": 2}
 
 
@@ -84,6 +85,9 @@ def _select(
     BUDGET: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    FIELD_BITS: tl.constexpr,
 ):
     owner = tl.program_id(0)
     count = tl.cdiv(tl.load(lengths + owner), PAGE)
@@ -95,38 +99,91 @@ def _select(
     if taken == 0:
         return
 
-    p = tl.arange(0, BLOCK)
-    there = p < count
-    score = tl.load(scores + owner.to(tl.int64) * room + p, mask=there, other=float("-inf"))
     # integers in the order of the scores, -0 taken for 0; a page that is not there has the least of all
-    bits = (score + 0.0).to(tl.uint32, bitcast=True)
-    key = tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    key = tl.where(there, key, tl.zeros_like(key))
-    # the highest number that as many keys reach as pages are taken, its highest two bits first; three counts in a sum
-    last = tl.zeros([], tl.uint32)
-    reached = tl.full([], BLOCK, tl.int64)
-    shift = tl.full([], 30, tl.int32)
-    while (shift >= 0) & (reached != taken):
-        step = (tl.full([], 1, tl.uint32) << shift.to(tl.uint32)).to(tl.uint32)
-        one = (key >= last + step).to(tl.int64)
-        two = (key >= last + 2 * step).to(tl.int64)
-        three = (key >= last + 3 * step).to(tl.int64)
-        counted = tl.sum(one + (two << 21) + (three << 42), axis=0)
-        highest = last
-        for number in tl.static_range(1, 4):
-            above = (counted >> (21 * (number - 1))) & 0x1FFFFF
+    absent: tl.constexpr = -0x80000000
+    infinity: tl.constexpr = 0x7F800000
+    keys = ()
+    lowest = tl.full([BLOCK], infinity, tl.int32)
+    highest = tl.full([BLOCK], absent, tl.int32)
+    endless = tl.zeros([BLOCK], tl.int32)
+    for chunk in tl.static_range(CHUNKS):
+        p = chunk * BLOCK + tl.arange(0, BLOCK)
+        there = p < count
+        score = tl.load(scores + owner.to(tl.int64) * room + p, mask=there, other=float("-inf"))
+        bits = (score + 0.0).to(tl.int32, bitcast=True)
+        key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        lowest = tl.minimum(lowest, tl.where(there, key, infinity))
+        key = tl.where(there, key, absent)
+        highest = tl.maximum(highest, tl.where(key < infinity, key, absent))
+        endless += (key >= infinity).to(tl.int32)
+        keys += (key,)
+    # at least as many keys as pages are taken reach `low`, fewer reach `high`
+    infinite = tl.sum(endless, axis=0)
+    low = tl.min(lowest, axis=0)
+    high = tl.max(highest, axis=0) + 1
+    if infinite >= taken:
+        low = tl.full([], infinity, tl.int32)
+        high = low + 1
+    reached = tl.where(infinite >= taken, infinite, count)
+    span = (high - low).to(tl.uint32, bitcast=True)
+    while (span > 1) & (reached != taken):
+        step = tl.maximum(span // 4, 1).to(tl.int32, bitcast=True)
+        counted = tl.zeros([BLOCK], tl.int32)
+        for chunk in tl.static_range(CHUNKS):
+            for number in tl.static_range(3):
+                counted += (keys[chunk] >= low + (number + 1) * step).to(tl.int32) << (10 * number)
+        spread = tl.zeros([BLOCK], tl.int64)
+        for number in tl.static_range(3):
+            spread += ((counted >> (10 * number)) & 0x3FF).to(tl.int64) << (21 * number)
+        total = tl.sum(spread, axis=0)
+        bottom = low
+        for number in tl.static_range(3):
+            above = ((total >> (21 * number)) & 0x1FFFFF).to(tl.int32)
+            border = bottom + (number + 1) * step
             enough = above >= taken
             reached = tl.where(enough, above, reached)
-            highest = tl.where(enough, last + number * step, highest)
-        last = highest
-        shift -= 2
-    keep = there & (key >= last)
+            low = tl.where(enough, border, low)
+            high = tl.where(enough, high, tl.minimum(high, border))
+        span = (high - low).to(tl.uint32, bitcast=True)
+
+    keep = ()
+    for chunk in tl.static_range(CHUNKS):
+        keep += (keys[chunk] >= low,)
     if reached != taken:  # of equal ones the first
-        equal = (there & (key == last)).to(tl.int32)
-        wanted = taken - tl.sum((key > last).to(tl.int32), axis=0)
-        keep = there & ((key > last) | ((equal == 1) & (tl.cumsum(equal, axis=0) <= wanted)))
-    place = tl.cumsum(keep.to(tl.int32), axis=0) - 1
-    tl.store(target + place, p, mask=keep)
+        equal = ()
+        above = tl.zeros([BLOCK], tl.int32)
+        for chunk in tl.static_range(CHUNKS):
+            equal += (keys[chunk] == low,)
+            above += (keys[chunk] > low).to(tl.int32)
+        wanted = taken - tl.sum(above, axis=0)
+        rank = _running(equal, CHUNKS, BLOCK, FIELDS, FIELD_BITS)
+        chosen = ()
+        for chunk in tl.static_range(CHUNKS):
+            chosen += (keep[chunk] & ((keys[chunk] != low) | (rank[chunk] <= wanted)),)
+        keep = chosen
+    place = _running(keep, CHUNKS, BLOCK, FIELDS, FIELD_BITS)
+    for chunk in tl.static_range(CHUNKS):
+        tl.store(target + place[chunk] - 1, chunk * BLOCK + tl.arange(0, BLOCK), mask=keep[chunk])
+
+
+@triton.jit
+def _running(flags, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, FIELD_BITS: tl.constexpr):
+    """How many flags are set up to every one, chunk by chunk; sums of FIELDS chunks lie side by side in one number."""
+    mask: tl.constexpr = (1 << FIELD_BITS) - 1
+    before = tl.zeros([], tl.int32)
+    found = ()
+    for first in tl.static_range(0, CHUNKS, FIELDS):
+        packed = tl.zeros([BLOCK], tl.int64)
+        for field in tl.static_range(FIELDS):
+            if first + field < CHUNKS:
+                packed += flags[first + field].to(tl.int64) << (field * FIELD_BITS)
+        ranks = tl.cumsum(packed, axis=0)
+        total = tl.sum(packed, axis=0)
+        for field in tl.static_range(FIELDS):
+            if first + field < CHUNKS:
+                found += (before + ((ranks >> (field * FIELD_BITS)) & mask).to(tl.int32),)
+                before += ((total >> (field * FIELD_BITS)) & mask).to(tl.int32)
+    return found
 
 
 @triton.jit
@@ -236,7 +293,9 @@ def best_pages(scores: Tensor, lengths: Tensor, *, page: int, budget: int) -> tu
     check_device(scores, lengths)
     table = torch.empty(batch, heads, budget, dtype=torch.int32, device=scores.device)
     counts = torch.empty(batch, heads, dtype=torch.int32, device=scores.device)
-    block = next_power(room, 16)
+    warps = min(32, max(4, next_power(triton.cdiv(room, 32 * _PAGES_OF_LANE * _CHUNKS))))
+    block = min(32 * _PAGES_OF_LANE * warps, next_power(room))
+    bits = block.bit_length()
     _select[(batch * heads,)](
         scores,
         lengths,
@@ -247,7 +306,10 @@ def best_pages(scores: Tensor, lengths: Tensor, *, page: int, budget: int) -> tu
         BUDGET=budget,
         WIDTH=next_power(budget),
         BLOCK=block,
-        num_warps=min(32, max(4, block // _PAGES_OF_WARP)),
+        CHUNKS=triton.cdiv(room, block),
+        FIELDS=63 // bits,
+        FIELD_BITS=bits,
+        num_warps=warps,
     )
     return table, counts
 

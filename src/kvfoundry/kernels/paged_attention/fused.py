@@ -8,7 +8,7 @@ from torch import Tensor
 from kvfoundry.kernels.decode_attention import fused as decode
 from kvfoundry.kernels.triton_support import Tuning
 
-DEFAULT = Tuning(block=64, warps=4, stages=3, programs=2)
+DEFAULT = Tuning(block=128, warps=4, stages=2, programs=2)
 
 
 def attend(
