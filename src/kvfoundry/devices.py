@@ -22,6 +22,11 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def carried(numbers: Tensor, device: torch.device) -> Tensor:
+    """A few numbers of the host on a device, without waiting for what that is doing: the driver keeps a copy."""
+    return numbers.to(device, non_blocking=True)
+
+
 def is_spread(model: Any) -> bool:
     """Whether accelerate has put parts of a model in more than one place."""
     return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1

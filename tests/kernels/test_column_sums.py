@@ -57,6 +57,27 @@ def test_rows_of_earlier_calls(device: torch.device, window: int | None) -> None
     assert_near(found, expected, torch.float32)
 
 
+@pytest.mark.parametrize("queries", [3, 40])
+@pytest.mark.parametrize("given", [False, True])
+def test_logs_of_sums_are_those_of_attention(device: torch.device, queries: int, given: bool) -> None:
+    """Rows cut into parts or not, sinks and a soft-cap, and a query that sees nothing."""
+    from kvfoundry.kernels.prefill_attention.forward import forward
+    from kvfoundry.kernels.prefill_attention.log_sums import LOG_SUMS, log_sums
+
+    query, key, _ = prompt(device)
+    query = query[:, :, :queries].contiguous()
+    terms: dict[str, Any] = {"scaling": 0.2, "softcap": 5.0, "window": None if given else 9}
+    if given:
+        terms["query_positions"] = torch.arange(queries, device=device).repeat(2, 1) * 3 - 1
+        terms["key_positions"] = torch.arange(40, device=device).repeat(2, 1, 1)
+    sinks = torch.randn(4, device=device)
+    small = {"tuning": replace(LOG_SUMS, block=16), "query_block": 16}
+    for sink in (None, sinks):
+        found = log_sums(query, key, sinks=sink, **terms, **small)
+        _, expected = forward(query, key, key, sinks=sink, **terms)
+        assert_near(found, expected, torch.float32)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_attention_remembers_is_what_the_sums_need(device: torch.device) -> None:
     query, key, positions = prompt(device, torch.bfloat16)

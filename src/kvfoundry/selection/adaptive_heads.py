@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvfoundry.devices import carried
 from kvfoundry.selection.budgets import HeadBudget, UniformHeads
 from kvfoundry.selection.evidence import Evidence
 from kvfoundry.selection.keep import comparable
@@ -118,7 +119,7 @@ def _won(ranked: Tensor, present: Tensor, total: Tensor) -> Tensor:
     flat, there = (tensor.transpose(1, 2).reshape(batch, heads * width) for tensor in (ranked, present))
     order = flat.argsort(dim=-1, descending=True, stable=True)
     order = order.gather(-1, there.gather(-1, order).to(torch.int8).argsort(dim=-1, descending=True, stable=True))
-    taken = torch.arange(heads * width, device=order.device) < total.to(order.device)[:, None]
+    taken = torch.arange(heads * width, device=order.device) < carried(total, order.device)[:, None]
     taken = taken & there.gather(-1, order)
     return (
         torch.zeros(batch, heads, dtype=torch.long, device=order.device)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvfoundry.devices import carried
 from kvfoundry.selection.draws import Draws, HashedDraws
 from kvfoundry.selection.keep import top_slots
 
@@ -48,7 +49,7 @@ class TopThenSampled(Choice):
     def __call__(self, scores: Tensor, evidence: Evidence, counts: Tensor, protected: Tensor) -> Tensor:
         view = evidence.rows
         scores = torch.nan_to_num(scores.float(), nan=-torch.inf).expand(-1, view.keys.shape[1], -1)
-        counts_here = counts.to(scores.device)
+        counts_here = carried(counts, scores.device)
         free = (counts_here - (protected & view.valid).sum(dim=-1)).clamp(min=0)
         wanted = (counts_here * self.sampled).long() if isinstance(self.sampled, float) else self.sampled
         best = (free - wanted).clamp(min=0)

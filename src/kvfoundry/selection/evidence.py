@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from kvfoundry.devices import carried
 from kvfoundry.kernels.attention.naive import attention_weights
 from kvfoundry.kernels.column_sums import column_sums
 from kvfoundry.layouts.base import Reading, RowsView
@@ -97,22 +98,40 @@ class Evidence:
         return self.once(("window_attention", self.window_positions.shape[1]), self._window_attention)
 
     def _window_attention(self) -> Tensor:
-        visibility = Visibility(
+        weights = attention_weights(
+            self.window_query,
+            self.rows.keys,
+            self._seen_by_window.block(0, self.window_positions.shape[1]),
+            scaling=self.reading.scaling,
+            softcap=self.reading.softcap,
+            sinks=self.reading.sinks,
+        )
+        return weights * (self.window_positions >= 0)[:, None, :, None]
+
+    @cached_property
+    def window_sums(self) -> Tensor:
+        """`window_attention` summed over its queries: [batch, query_heads, rows], float32."""
+        return self.once(("window_sums", self.window_positions.shape[1]), self._window_sums)
+
+    def _window_sums(self) -> Tensor:
+        return column_sums(
+            self.window_query,
+            self.rows.keys,
+            self._seen_by_window,
+            scaling=self.reading.scaling,
+            softcap=self.reading.softcap,
+            sinks=self.reading.sinks,
+        )
+
+    @property
+    def _seen_by_window(self) -> Visibility:
+        return Visibility(
             self.window_positions,
             self.rows.positions,
             "masked",
             self.reading.rule,
             self.reading.unread_distance,
         )
-        weights = attention_weights(
-            self.window_query,
-            self.rows.keys,
-            visibility.block(0, self.window_positions.shape[1]),
-            scaling=self.reading.scaling,
-            softcap=self.reading.softcap,
-            sinks=self.reading.sinks,
-        )
-        return weights * (self.window_positions >= 0)[:, None, :, None]
 
     @cached_property
     def newest_attention(self) -> Tensor:
@@ -155,5 +174,5 @@ class Evidence:
 
     def ages(self) -> Tensor:
         """Distance of every row from the end of its sequence, 1 for the newest: [batch, heads, rows]."""
-        seen = self.seen.to(self.rows.keys.device)[:, None, None]
+        seen = carried(self.seen, self.rows.keys.device)[:, None, None]
         return seen - self.rows.head_positions.to(torch.int64)

@@ -3,7 +3,11 @@
 import torch
 from torch import Tensor
 
+from kvfoundry.devices import carried
 from kvfoundry.layouts.base import RowsView
+
+# Bits of the number of a row in what rows are ranked by: 32 more are the score's, 2 the protection's.
+_NUMBER_BITS = 29
 
 
 def comparable(scores: Tensor, view: RowsView) -> Tensor:
@@ -19,16 +23,25 @@ def top_slots(scores: Tensor, view: RowsView, counts: Tensor, protected: Tensor)
     [batch, heads, rows], always inside as long as counts allow. Ties go to the earlier row, and no tie and no NaN can
     push a protected row out: protection is a rank of its own, not a high score.
     """
-    order = comparable(scores, view).argsort(dim=-1, descending=True, stable=True)
-    rank = torch.where(protected, 2, torch.where(view.valid, 1, 0))
-    # Sorting twice, stably: by score, then by rank.
-    order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-    width = int(counts.max())
-    taken = torch.arange(width, device=order.device) < counts.to(order.device)[..., None]
+    width, beyond = int(counts.max()), scores.shape[-1]
+    order = _ranking(comparable(scores, view), view.valid, protected)
+    if bool((counts == width).all()):
+        return order.topk(width, sorted=False).indices.sort(dim=-1).values
+    best = order.topk(width).indices
+    taken = torch.arange(width, device=best.device) < carried(counts, best.device)[..., None]
     # A slot number behind every real one sorts to the end, then becomes -1.
-    beyond = scores.shape[-1]
-    slots = order[..., :width].masked_fill(~taken, beyond).sort(dim=-1).values
+    slots = best.masked_fill(~taken, beyond).sort(dim=-1).values
     return slots.masked_fill(slots == beyond, -1)
+
+
+def _ranking(scores: Tensor, valid: Tensor, protected: Tensor) -> Tensor:
+    """Integers of which no two of a head are alike: by protection, then score, then the earlier row."""
+    # the patterns of positive numbers are in order, those of negative ones the other way round; -0 becomes 0
+    pattern = (scores + 0.0).view(torch.int32)
+    pattern = torch.where(pattern < 0, pattern ^ 0x7FFFFFFF, pattern).long() + 2**31
+    rank = torch.where(protected, 2, valid.long())
+    number = torch.arange(scores.shape[-1], device=scores.device)
+    return (rank << 61) | (pattern << _NUMBER_BITS) | (2**_NUMBER_BITS - 1 - number)
 
 
 def kept_mask(slots: Tensor, view: RowsView) -> Tensor:

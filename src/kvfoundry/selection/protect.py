@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvfoundry.devices import carried
 from kvfoundry.errors import SpecError
 from kvfoundry.layouts.base import RowsView
 
@@ -34,6 +35,6 @@ class Protect:
         recent = rows.clamp(max=self.recent)
         sinks = (rows - recent.clamp(min=1)).clamp(min=0, max=self.sinks)
         positions = view.head_positions
-        edge = (seen - recent).to(device)[:, None, None]
-        first = positions < sinks.to(device)[:, None, None]
+        edge = carried(seen - recent, device)[:, None, None]
+        first = positions < carried(sinks, device)[:, None, None]
         return (first | (positions >= edge)) & view.valid

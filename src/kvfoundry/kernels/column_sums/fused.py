@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kvfoundry.kernels.prefill_attention import columns
-from kvfoundry.kernels.prefill_attention.forward import forward
+from kvfoundry.kernels.prefill_attention.log_sums import log_sums
 from kvfoundry.visibility import Visibility
 
 
@@ -25,7 +25,7 @@ def column_sums(
     """As `naive.column_sums`, for masks without blocks of their own and without unread distances.
 
     lse: [batch, query_heads, queries] float32, the base-2 log of each query's sum (see `attention.remembering`);
-    without it attention is computed once more to find it. tunings: those of `prefill_attention.columns.column_sums`.
+    without it logits are computed once more to find it. tunings: those of `prefill_attention.columns.column_sums`.
     """
     where: dict[str, Any] = {}
     if visibility.pattern != "causal":
@@ -37,7 +37,7 @@ def column_sums(
         }
     terms = {"scaling": scaling, "softcap": softcap, **where}
     if lse is None:
-        _, lse = forward(query, key, key, sinks=sinks, **terms)
+        lse = log_sums(query, key, sinks=sinks, **terms)
     # a padded query gives nothing
     lse = lse.masked_fill(visibility.query_positions[:, None, :] < 0, float("inf")).contiguous()
     return columns.column_sums(query, key, lse, **terms, **tunings)[0]

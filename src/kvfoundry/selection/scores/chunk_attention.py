@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfoundry.devices import carried
 from kvfoundry.layouts.base import Columns
 from kvfoundry.selection.evidence import Evidence
 from kvfoundry.selection.pooling import pooled
@@ -38,7 +39,7 @@ class ChunkAttention(Score):
         tokens = evidence.query.shape[2]
         fresh = (evidence.query_positions >= 0).sum(dim=1)
         # The rows of this call are the newest of every head.
-        slots = rows.lengths.to(fresh.device) - fresh[:, None]
+        slots = carried(rows.lengths, fresh.device) - fresh[:, None]
         offset = torch.arange(tokens, device=fresh.device)
         index = (slots[..., None] + offset).clamp(max=count - 1)
         real = (offset < fresh[:, None])[:, None].expand(-1, heads, -1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfoundry.devices import carried
 from kvfoundry.errors import CacheStateError
 from kvfoundry.rope import Rope
 from kvfoundry.selection.evidence import Evidence, Summary
@@ -76,7 +77,7 @@ class ExpectedAttention(Score):
         dim, batch = evidence.query.shape[-1], evidence.seen.shape[0]
         basis = torch.eye(dim, device=device)[None, :, None].expand(batch, -1, -1, -1)
         total = torch.zeros(batch, dim, dim, device=device)
-        start = evidence.seen.to(device)[:, None, None]
+        start = carried(evidence.seen, device)[:, None, None]
         for first in range(0, self.future, _POSITIONS):
             offset = torch.arange(first, min(first + _POSITIONS, self.future), device=device)
             turned = rope.rotate(basis.expand(-1, -1, len(offset), -1), start + offset)

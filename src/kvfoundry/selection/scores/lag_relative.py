@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfoundry.devices import carried
 from kvfoundry.selection.evidence import Evidence
 from kvfoundry.selection.scores.base import Score
 
@@ -27,7 +28,7 @@ class LagRelative(Score):
         count = rows.keys.shape[2]
         device = rows.keys.device
         # Partitions are counted in stored rows: what is gone cannot be a reference.
-        lengths = rows.lengths.to(device)[..., None]
+        lengths = carried(rows.lengths, device)[..., None]
         slot = torch.arange(count, device=device)
         scores = (1.0 + slot / max(1, count)).expand(*lengths.shape[:2], -1).clone()
         partitions = (count - self.sinks) // self.lag

@@ -25,4 +25,4 @@ class SummedWindowAttention(Score):
     def __call__(self, evidence: Evidence) -> Tensor:
         if self.group_first:
             return evidence.reduced(evidence.window_attention).sum(dim=2)
-        return evidence.reduced(evidence.window_attention.sum(dim=2))
+        return evidence.reduced(evidence.window_sums)

@@ -27,6 +27,6 @@ class WindowAttention(Score):
 
     def __call__(self, evidence: Evidence) -> Tensor:
         queries = (evidence.window_positions >= 0).sum(dim=1).clamp(min=1)[:, None, None]
-        scores = evidence.reduced(evidence.window_attention.sum(dim=2) / queries)
+        scores = evidence.reduced(evidence.window_sums / queries)
         before_window = evidence.rows.valid & (evidence.ages() > self.queries)
         return pooled(scores, before_window, self.kernel, self.pooling)
