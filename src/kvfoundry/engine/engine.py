@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvfoundry.cache import KVCache
 from kvfoundry.engine.attention import Extra, kernels_for
 from kvfoundry.engine.coded import Coded, tail_like, tail_plan
+from kvfoundry.engine.compiled import compiled
 from kvfoundry.engine.hosted import Hosted
 from kvfoundry.engine.layer import StaticCache, StaticLayer
 from kvfoundry.engine.paging import Paging
@@ -147,10 +148,7 @@ class DecodeEngine:
             static.append(StaticLayer(number, rows, extra, kernels, position, layer.family))
             del like
             _move(layer, static[-1], plan)
-        forward: Callable[..., Any] = self.model.forward
-        if self.compile:
-            # with this, products of one row become reductions that read weights at full bandwidth
-            forward = torch.compile(forward, dynamic=False, options={"coordinate_descent_tuning": True})
+        forward: Callable[..., Any] = compiled(self.model) if self.compile else self.model.forward
         graph = self.graph and text.device.type == "cuda"
         # laid out alike for texts of any length, or a compiled model is compiled anew
         ids = text[:, -1:].clone(memory_format=torch.contiguous_format)
