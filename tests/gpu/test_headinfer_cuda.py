@@ -107,6 +107,29 @@ def test_a_slow_link_is_waited_for(model, monkeypatch: pytest.MonkeyPatch) -> No
     assert float((found - expected).abs().max()) < 2e-3 * float(expected.abs().max())
 
 
+def test_buffers_are_nobody_elses_until_the_last_copy_has_arrived(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is dropped leaves copies on their way: what takes its memory then stays as it was written."""
+    ids = random_ids(1, 2010).cuda()
+    copy_to = HostPart.copy_to
+
+    def late(part: HostPart, *args: object) -> int:
+        torch.cuda._sleep(50_000_000)
+        return copy_to(part, *args)
+
+    cache = kvfoundry.KVCache(model, "headinfer()")
+    with torch.inference_mode():
+        forward_pieces(model, cache, ids, [2000] + [1] * 9)
+        monkeypatch.setattr(HostPart, "copy_to", late)
+        forward_pieces(model, cache, ids[:, -1:], [1])
+    sizes = [buffer.nbytes for buffer in cache.prompt.rings.tensors()]
+    assert len(sizes) == SLOTS
+    del cache
+    gc.collect()
+    taken = [torch.ones(size // 4, device="cuda") for size in sizes * 4]
+    torch.cuda.synchronize()
+    assert all(bool((each == 1).all()) for each in taken)
+
+
 def test_batches_beams_forks_and_copies(model) -> None:
     ids, mask = (tensor.cuda() for tensor in left_padded([900, 500]))
     answers = [greedy(model, kvfoundry.KVCache(model, spec), ids, mask, steps=80) for spec in ("fullkv", "headinfer()")]

@@ -249,17 +249,20 @@ class Ring:
         self._lent = [(read, lent) for read, lent in self._lent if not read.query()] + [(event, list(tensors))]
 
     def __del__(self) -> None:
-        for read, _ in self._lent:
-            read.synchronize()
+        # copies may be on their way to the buffers: their memory must not become another tensor's before they arrive
+        self._give_back()
 
     def clear(self) -> None:
         """Give the buffers back."""
+        self._give_back()
+        self._newest, self._after, self._last = {}, {}, None
+
+    def _give_back(self) -> None:
         for read, _ in self._lent:
             read.synchronize()
         self._lent = []
         for slot in self.slots:
             self._release(slot)
-        self._newest, self._after, self._last = {}, {}, None
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that holds memory on the device."""
