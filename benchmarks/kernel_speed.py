@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfoundry.bench.record import OutOfTime, Record
+from kvfoundry.bench.transfer import copy_rate
 from kvfoundry.kernels.coded_decode import Codes
 from kvfoundry.kernels.coded_decode import fused as coded_decode
 from kvfoundry.kernels.coded_decode import naive as coded_decode_naive
@@ -571,13 +572,6 @@ SECTIONS: dict[str, Callable[[Board], None]] = {
 }
 
 
-def copy_rate(board: Board) -> float:
-    """Bytes read and written per second by a copy that no cache holds."""
-    big = random(1 << 29)
-    target = torch.empty_like(big)
-    return 2 * big.nbytes / timed(board, [lambda: target.copy_(big)] * 4)
-
-
 def main() -> None:
     """Run the chosen sections."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -589,7 +583,7 @@ def main() -> None:
         raise SystemExit("this benchmark needs a CUDA GPU.")
     torch.manual_seed(0)
     board = Board(arguments.out, arguments.seconds)
-    board.content["copy_bytes_per_s"] = copy_rate(board)
+    board.content["copy_bytes_per_s"] = copy_rate(torch.device(DEVICE))
     print(f"{board.content['device']}: copies move {board.content['copy_bytes_per_s'] / 1e9:.0f} GB/s", flush=True)
     for name in arguments.only:
         began = time.perf_counter()
