@@ -37,6 +37,10 @@ def looks_into_a_store(page: Path) -> bool:
     return any(line.startswith("kvfoundry store") for line in commands(page))
 
 
+# The demo is minutes long and has a test of its own: here its options are read. Of a task one item is asked, and a
+# benchmark, whose grid has tests of its own, leaves out what does not fit into its seconds.
+SHORTER = {"demo": ["--help"], "eval": ["--limit", "1"], "bench": ["--limit", "15"]}
+
 # One command line of every command: these start in a fresh interpreter.
 FIRST_OF_ITS_KIND = {
     line.split()[1]: line
@@ -100,8 +104,7 @@ def _run(line: str, folder: Path) -> None:
     elif words[0] == "python":
         assert (ROOT / words[1]).exists(), line
     else:
-        # The demo is minutes long and has a test of its own; here its options are read.
-        extra = ["--help"] if words[1] == "demo" else []
+        extra = SHORTER.get(words[1], [])
         run = _run_alone if line in FIRST_OF_ITS_KIND else _run_process
         done = run([*words, *extra], folder)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
