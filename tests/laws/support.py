@@ -85,7 +85,7 @@ def crossed(names: list[str], families: Iterable[str]) -> list[tuple[str, str]]:
 def in_turn(names: list[str], families: Iterable[str]) -> list[tuple[str, str]]:
     """(name, family) pairs: every method on every third family, the next method on the next families.
 
-    For laws of many runs; that of positions meets every pair.
+    For laws of many runs; those of positions and of masks take all pairs that they apply to.
     """
     kinds = list(families)
     return [(name, family) for i, name in enumerate(names) for j, family in enumerate(kinds) if (i + j) % 3 == 0]
