@@ -19,8 +19,9 @@ DEMO_ARGS ?=
 BIN := .venv/bin
 BIN_OLDEST := .venv-oldest/bin
 
-# one torch thread per test process, or the processes fight for the cores
-PYTEST = OMP_NUM_THREADS=1 $(1)/python -m pytest -q -n $(JOBS) $(PYTEST_ARGS)
+# one torch thread per test process, or the processes fight for the cores; a process that is done takes over what
+# another still has before it
+PYTEST = OMP_NUM_THREADS=1 $(1)/python -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest test-vllm lint wheel clean distclean

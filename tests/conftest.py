@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -19,6 +20,12 @@ from tiny_models import build, build_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _built = cache(build)
+
+
+def pytest_collection_finish() -> None:
+    """The libraries' objects live as long as the session: no collection of garbage has to look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -35,17 +35,16 @@ def test_a_prompt_longer_than_the_cache_is_still_answered() -> None:
     """
     model, tokenizer = kvfoundry.load("smollm2", device="cpu")
     asked = [record_list(83, seed) for seed in (1, 2)]
-    scores: dict[str | None, float] = {}
-    for spec in (None, "snapkv(budget=0.5)", "streamingllm(budget=0.5)", "h2o(budget=0.5, window=128)"):
-        found = kvfoundry.generate(
-            model, tokenizer, [prompt for prompt, _ in asked], spec, 14, chat=True, batch_size=1, do_sample=False,
-            details=True,
-        )  # fmt: skip
-        assert all(1800 < answer.prompt_tokens < 2600 for answer in found)
-        graded = zip(found, asked, strict=True)
-        scores[spec] = sum(score_answers([answer], said.text)[0] for said, (_, answer) in graded)
-    assert scores[None] == len(asked)
-    assert all(score >= 0.9 * scores[None] for score in scores.values()), scores
+    methods = ["fullkv", "snapkv(budget=0.5)", "streamingllm(budget=0.5)", "h2o(budget=0.5, window=128)"]
+    prompts = [prompt for prompt, _ in asked]
+    found = kvfoundry.generate_together(model, tokenizer, prompts, methods, 14, chat=True)
+    scores: dict[str, float] = {}
+    for method, answers in zip(methods, found, strict=True):
+        assert all(1800 < answer.prompt_tokens < 2600 for answer in answers)
+        graded = zip(answers, asked, strict=True)
+        scores[method] = sum(score_answers([answer], said.text)[0] for said, (_, answer) in graded)
+    assert scores["fullkv"] == len(asked)
+    assert all(score >= 0.9 * scores["fullkv"] for score in scores.values()), scores
 
 
 def test_a_stream_never_leaves_the_trained_positions(tiny_model) -> None:

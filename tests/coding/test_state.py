@@ -134,9 +134,10 @@ def test_eviction_in_decode_picks_codes_and_never_writes_them_again(spec, evicti
             counts, new = before[f"{name}.counts"], getattr(layer, name)
             for b in range(2):
                 for h in range(2):
-                    coded = {int(p): i for i, p in enumerate(positions[b, h][: int(counts[b, h])])}
-                    for i, p in enumerate(layer.positions[b, h].tolist()):
-                        assert p not in coded or torch.equal(new[b, h, i], old[b, h, coded[p]])
+                    coded = {p: i for i, p in enumerate(positions[b, h, : int(counts[b, h])].tolist())}
+                    stayed = [(i, coded[p]) for i, p in enumerate(layer.positions[b, h].tolist()) if p in coded]
+                    now, then = torch.tensor(stayed, dtype=torch.long).view(-1, 2).unbind(1)
+                    assert torch.equal(new[b, h, now], old[b, h, then])
     held = sum(t.untyped_storage().nbytes() for name, t in parts(layer).items() if ".tables." in name)
     assert int(parts(layer)["keys.blocks"].max()) <= 60 and held < 60 * 4 * 32 * 4 * 4
 

@@ -63,7 +63,7 @@ SPECS = [
 def both(model: Any, tokenizer: Any, prompts: Any, spec: Any = None, **options: Any) -> tuple[Any, Any, DecodeEngine]:
     """Generations of the plain loop and of an engine, and the engine."""
     engine = DecodeEngine(model, room=1)
-    options = {"max_new_tokens": 24, "details": True, **options}
+    options = {"max_new_tokens": 18, "details": True, **options}
     plain = kvfoundry.generate(model, tokenizer, prompts, spec, engine=False, **options)
     return plain, kvfoundry.generate(model, tokenizer, prompts, spec, engine=engine, **options), engine
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from forked import run_forked
 from tiny_models import build_tokenizer
 from transformers import PreTrainedModel
 
@@ -94,13 +95,15 @@ def test_the_scripts_of_the_page_run(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "from_the_rag_project.md").read_text()
     lines = [line for line in page.splitlines() if re.match(r"[A-Z_]+=\S+ .*scripts/", line)]
     assert len(lines) == len(list(ROOT.glob("scripts/**/run_*.sh")) + list(ROOT.glob("scripts/build_*.sh"))) == 4
-    program = tmp_path / "command.py"
-    program.write_text("import sys; from kvfoundry.cli import main; sys.exit(main(sys.argv[1:]))")
-    environment = {**os.environ, "KVFOUNDRY": f"{sys.executable} {program}", "OMP_NUM_THREADS": "1"}
+    program, told = tmp_path / "command.py", tmp_path / "words.json"
+    program.write_text(f"import json, sys; json.dump(sys.argv[1:], open({str(told)!r}, 'w'))")
+    environment = {**os.environ, "KVFOUNDRY": f"{sys.executable} {program}"}
     for line in lines:
         done = subprocess.run(
             ["bash", "-c", line.replace("scripts/", f"{ROOT}/scripts/")],
             cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
         )  # fmt: skip
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        done = run_forked(["kvfoundry", *json.loads(told.read_text())], tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     assert (tmp_path / "results/decoding/speculative_trace.json").exists()
