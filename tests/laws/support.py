@@ -82,15 +82,6 @@ def crossed(names: list[str], families: Iterable[str]) -> list[tuple[str, str]]:
     return [(name, family) for name in names for family in kinds]
 
 
-def in_turn(names: list[str], families: Iterable[str]) -> list[tuple[str, str]]:
-    """(name, family) pairs: every method on every third family, the next method on the next families.
-
-    For laws of many runs; those of positions and of masks take all pairs that they apply to.
-    """
-    kinds = list(families)
-    return [(name, family) for i, name in enumerate(names) for j, family in enumerate(kinds) if (i + j) % 3 == 0]
-
-
 def granularities(names: list[str]) -> list[tuple[str, dict[str, str]]]:
     """(name, parameters) pairs: each granularity of the methods that have one, the others as they are."""
     granular = {name for name in names if "granularity" in kvfoundry.methods()[name].parameters}

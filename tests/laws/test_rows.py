@@ -7,12 +7,12 @@ from tiny_models import EVICTABLE, FAMILIES, PAD, left_padded, random_ids
 import kvfoundry
 from kvfoundry.method import Method
 
-from .support import EVICTING, NAMES, forward_pieces, greedy, in_turn, kept_positions, small_spec
+from .support import EVICTING, NAMES, crossed, forward_pieces, greedy, kept_positions, small_spec
 
 LENGTHS = [40, 23, 9]
 
 
-@pytest.mark.parametrize(("name", "family"), in_turn(NAMES, FAMILIES))
+@pytest.mark.parametrize(("name", "family"), crossed(NAMES, FAMILIES))
 def test_each_row_equals_its_single_run(name, family, tiny_model):
     """B23, B24: tokens and kept positions of a left-padded row are those of the row alone."""
     model, spec = tiny_model(family), small_spec(name)
