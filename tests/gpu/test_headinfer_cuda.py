@@ -60,7 +60,7 @@ def test_many_steps_say_what_rows_on_the_device_say(spec, group, pieces, model) 
     if kvfoundry.Method.parse(spec).codec is not None:
         # a row that differs in its last bit may get another code: weights moved by a millionth gave 0.005 with int8 and
         # 0.013 with fp8, where rows out of place give more than 1
-        assert float((found - expected).norm()) < 1e-2 * float(expected.norm())
+        assert float((found - expected).norm()) < 3e-2 * float(expected.norm())
     else:
         assert float((found - expected).abs().max()) < 2e-3 * float(expected.abs().max())
 
