@@ -84,7 +84,7 @@ class Acting:
         else:
             self._since_eviction += turn.columns
             due = self._since_eviction >= schedule.every
-        rows, evidence = self._observed(turn, rows, keep=acts_later)
+        rows, evidence = self._observed(turn, rows)
         kept = self._evicted(turn, rows, evidence) if due else rows
         dropped = kept is not rows
         if not acts_later:
@@ -94,13 +94,13 @@ class Acting:
 
     def noted(self, turn: Turn, rows: Layout) -> Layout:
         """The rows with what the method remembers of this call; nothing is dropped."""
-        return self._observed(turn, rows, keep=True)[0]
+        return self._observed(turn, rows)[0]
 
-    def _observed(self, turn: Turn, rows: Layout, *, keep: bool) -> tuple[Layout, Evidence]:
-        """Remember the queries of a call and bring the statistics up to date. keep: another call comes."""
+    def _observed(self, turn: Turn, rows: Layout) -> tuple[Layout, Evidence]:
+        """Remember the queries of a call and bring the statistics up to date."""
         method = self.method
         assert method.score is not None
-        self._remember_window(turn, keep=keep)
+        self._remember_window(turn)
         evidence = self._evidence(turn, rows)
         observers = [axis for axis in (method.score, method.dispose) if axis is not None and axis.accumulates]
         if observers:
@@ -179,7 +179,7 @@ class Acting:
             self._sinks = self._sinks.renewed(rows, real)
         return self._sinks
 
-    def _remember_window(self, turn: Turn, *, keep: bool) -> None:
+    def _remember_window(self, turn: Turn) -> None:
         """Hold the last queries of every sequence, as many as the score asks for."""
         assert self.method.score is not None
         size = self.method.score.window
@@ -190,9 +190,7 @@ class Acting:
         if self._window is not None:
             query = torch.cat([self._window[0], query], dim=2)
             positions = torch.cat([self._window[1], positions], dim=1)
-        query, positions = newest(query, positions, size)
-        # A slice would keep the storage of the whole call alive.
-        self._window = (query.clone(), positions.clone()) if keep else (query, positions)
+        self._window = newest(query, positions, size)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that is remembered on the device."""

@@ -19,7 +19,8 @@ def restored_columns(output: Tensor, gather: Tensor, positions: Tensor, columns:
 def newest(query: Tensor, positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The `size` queries of every sequence with the highest positions, padding in front.
 
-    query: [batch, query_heads, tokens, head_dim]; positions: [batch, tokens], -1 for padding.
+    query: [batch, query_heads, tokens, head_dim]; positions: [batch, tokens], -1 for padding. Both are copied, so that
+    nothing keeps the storage of a whole call.
     """
     # nothing is asked of the device here, whatever the padding: it would have to finish what it is doing
     order = positions.topk(min(size, positions.shape[1])).indices.flip(1)

@@ -60,6 +60,10 @@ class Slot:
         self.arrived: torch.cuda.Event | None = None
         self.read: torch.cuda.Event | None = None
 
+    def empty(self) -> None:
+        """Give the buffer up."""
+        self.buffer, self.parts, self.shapes, self.holds = None, [], [], None
+
 
 class Ring:
     """The buffers of one device. sent, received: bytes that went to the device and came from it, for whoever counts."""
@@ -194,10 +198,12 @@ class Ring:
             starts.append(total)
             total += -(-size // _ALIGNED) * _ALIGNED
         if slot.buffer is None or slot.buffer.numel() < total:
-            self._release(slot)
+            slot.empty()
             with torch.inference_mode(False):
                 slot.buffer = torch.empty(total + total // _SPARE, dtype=torch.uint8, device=self.device)
             if self._stream is not None:
+                # whoever gives it up, its memory becomes another tensor's only behind the copies on their way to it
+                slot.buffer.record_stream(self._stream)
                 # Its memory may have been another tensor's, which the current stream is not done with.
                 slot.read, slot.arrived = torch.cuda.Event(), torch.cuda.Event()
                 slot.read.record(torch.cuda.current_stream(self.device))
@@ -206,11 +212,6 @@ class Ring:
             buffer[start : start + size].view(dtype).view(shape)
             for start, size, (shape, dtype) in zip(starts, sizes, shapes, strict=True)
         ]
-
-    def _release(self, slot: Slot) -> None:
-        if slot.buffer is not None and self._stream is not None:
-            slot.buffer.record_stream(self._stream)
-        slot.buffer, slot.parts, slot.shapes, slot.holds = None, [], [], None
 
     @contextmanager
     def receiving(self, *sources: Tensor) -> Iterator[None]:
@@ -249,20 +250,17 @@ class Ring:
         self._lent = [(read, lent) for read, lent in self._lent if not read.query()] + [(event, list(tensors))]
 
     def __del__(self) -> None:
-        # copies may be on their way to the buffers: their memory must not become another tensor's before they arrive
-        self._give_back()
+        for read, _ in self._lent:
+            read.synchronize()
 
     def clear(self) -> None:
         """Give the buffers back."""
-        self._give_back()
-        self._newest, self._after, self._last = {}, {}, None
-
-    def _give_back(self) -> None:
         for read, _ in self._lent:
             read.synchronize()
         self._lent = []
         for slot in self.slots:
-            self._release(slot)
+            slot.empty()
+        self._newest, self._after, self._last = {}, {}, None
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that holds memory on the device."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvfoundry.devices import carried
 from kvfoundry.selection.budgets import HeadBudget, UniformHeads
 from kvfoundry.selection.evidence import Evidence
-from kvfoundry.selection.keep import comparable
+from kvfoundry.selection.keep import comparable, ranking
 from kvfoundry.selection.shares import shared_out
 
 Rule = Literal["exact", "kvcache_factory", "kvpress"]
@@ -82,7 +82,7 @@ class AdaptiveHeads(HeadBudget):
         safe = torch.minimum((safe - fixed).clamp(min=0), free)
         contested = torch.arange(ranked.shape[-1]) >= safe[..., None]
         total = rows * fixed.shape[1] - fixed.sum(dim=-1)
-        counts = safe + _won(ranked, present & contested.to(present.device), total - safe.sum(dim=-1))
+        counts = safe + _won(ranked, present & carried(contested, present.device), total - safe.sum(dim=-1))
         least = _least(fixed, free)
         shares = [
             shared_out(counts[row].tolist(), least[row].tolist(), free[row].tolist(), int(counts[row].sum()))
@@ -98,15 +98,14 @@ def _least(fixed: Tensor, free: Tensor) -> Tensor:
 
 def _ranked(scores: Tensor, candidate: Tensor) -> tuple[Tensor, Tensor]:
     """Scores of every head in descending order, candidates in front, and which of them are candidates."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, candidate.gather(-1, order).to(torch.int8).argsort(dim=-1, descending=True, stable=True))
+    order = ranking(scores, candidate).argsort(dim=-1, descending=True)
     return scores.gather(-1, order), candidate.gather(-1, order)
 
 
 def _top_share(ranked: Tensor, present: Tensor, top: Tensor) -> Tensor:
     """Share of its candidates' sum that the first `top` [batch, heads] of every head hold: [batch, heads, 1]."""
     held = ranked.masked_fill(~present, 0.0)
-    first = torch.arange(ranked.shape[-1], device=ranked.device) < top.to(ranked.device)[..., None]
+    first = torch.arange(ranked.shape[-1], device=ranked.device) < carried(top, ranked.device)[..., None]
     total = held.sum(dim=-1, keepdim=True)
     share = (held * first).sum(dim=-1, keepdim=True) / total
     return torch.where(total != 0, share, 1.0)
@@ -115,10 +114,9 @@ def _top_share(ranked: Tensor, present: Tensor, top: Tensor) -> Tensor:
 def _won(ranked: Tensor, present: Tensor, total: Tensor) -> Tensor:
     """How many of the layer's best `total` [batch] candidates belong to each head: [batch, heads] on the CPU."""
     batch, heads, width = ranked.shape
-    # Best rows of all heads first, then their second rows: a stable sort then shares ties between the heads.
+    # Best rows of all heads first, then their second rows: ties go to the earlier, and so are shared between the heads.
     flat, there = (tensor.transpose(1, 2).reshape(batch, heads * width) for tensor in (ranked, present))
-    order = flat.argsort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, there.gather(-1, order).to(torch.int8).argsort(dim=-1, descending=True, stable=True))
+    order = ranking(flat, there).argsort(dim=-1, descending=True)
     taken = torch.arange(heads * width, device=order.device) < carried(total, order.device)[:, None]
     taken = taken & there.gather(-1, order)
     return (

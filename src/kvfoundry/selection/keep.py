@@ -24,7 +24,7 @@ def top_slots(scores: Tensor, view: RowsView, counts: Tensor, protected: Tensor)
     push a protected row out: protection is a rank of its own, not a high score.
     """
     width, beyond = int(counts.max()), scores.shape[-1]
-    order = _ranking(comparable(scores, view), view.valid, protected)
+    order = ranking(comparable(scores, view), torch.where(protected, 2, view.valid.long()))
     if bool((counts == width).all()):
         return order.topk(width, sorted=False).indices.sort(dim=-1).values
     best = order.topk(width).indices
@@ -34,14 +34,16 @@ def top_slots(scores: Tensor, view: RowsView, counts: Tensor, protected: Tensor)
     return slots.masked_fill(slots == beyond, -1)
 
 
-def _ranking(scores: Tensor, valid: Tensor, protected: Tensor) -> Tensor:
-    """Integers of which no two of a head are alike: by protection, then score, then the earlier row."""
+def ranking(scores: Tensor, rank: Tensor) -> Tensor:
+    """Integers in the order of the entries, no two along the last dimension alike: by rank, score, the earlier entry.
+
+    scores: [..., entries], floating; rank: like scores, whole numbers from 0 to 2 or booleans. Returns int64.
+    """
     # the patterns of positive numbers are in order, those of negative ones the other way round; -0 becomes 0
-    pattern = (scores + 0.0).view(torch.int32)
+    pattern = (scores.float() + 0.0).view(torch.int32)
     pattern = torch.where(pattern < 0, pattern ^ 0x7FFFFFFF, pattern).long() + 2**31
-    rank = torch.where(protected, 2, valid.long())
     number = torch.arange(scores.shape[-1], device=scores.device)
-    return (rank << 61) | (pattern << _NUMBER_BITS) | (2**_NUMBER_BITS - 1 - number)
+    return (rank.long() << 61) | (pattern << _NUMBER_BITS) | (2**_NUMBER_BITS - 1 - number)
 
 
 def kept_mask(slots: Tensor, view: RowsView) -> Tensor:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvfoundry.devices import carried
 from kvfoundry.selection.budgets import HeadBudget
 from kvfoundry.selection.evidence import Evidence
+from kvfoundry.selection.keep import ranking
 
 
 def pooled_counts(
@@ -25,9 +27,8 @@ def pooled_counts(
     rank = torch.cat(
         [torch.where(p, 2, v.int()).flatten(1).to(device) for p, v in zip(protected, valid, strict=True)], 1
     )
-    order = flat.argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, rank.gather(1, order).argsort(dim=1, descending=True, stable=True))
-    taken = torch.arange(order.shape[1], device=device) < total.to(device)[:, None]
+    order = ranking(flat, rank).argsort(dim=1, descending=True)
+    taken = torch.arange(order.shape[1], device=device) < carried(total, device)[:, None]
     chosen = torch.zeros_like(taken).scatter(1, order, taken) & (rank > 0)
     parts = chosen.split(sizes, dim=1)
     return [part.view_as(layer).sum(dim=-1).cpu() for part, layer in zip(parts, scores, strict=True)]

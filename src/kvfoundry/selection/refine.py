@@ -9,9 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from kvfoundry.devices import weight_of
+from kvfoundry.devices import carried, weight_of
 from kvfoundry.errors import UnsupportedModelError
 from kvfoundry.selection.evidence import Evidence
+from kvfoundry.selection.keep import ranking
 
 # The names under which transformers' attention modules keep their output projection.
 _OUTPUT_PROJECTIONS = ("o_proj", "dense", "out_proj", "wo", "c_proj")
@@ -48,10 +49,9 @@ class ProjectedValues(Refinement):
         return True
 
     def __call__(self, scores: Tensor, evidence: Evidence, counts: Tensor, protected: Tensor) -> Tensor:
-        rank = torch.where(protected, 2, torch.where(evidence.rows.valid, 1, 0))
-        order = scores.argsort(dim=-1, descending=True, stable=True)
-        order = order.gather(-1, rank.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-        sure = (counts.double() * self.first).long().clamp(min=1).to(scores.device)[..., None]
+        rank = torch.where(protected, 2, evidence.rows.valid.long())
+        order = ranking(scores.expand_as(rank), rank).argsort(dim=-1, descending=True)
+        sure = carried((counts.double() * self.first).long().clamp(min=1), scores.device)[..., None]
         places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
         decided = torch.zeros_like(protected).scatter(-1, order, places < sure)
         refined = (scores + self.epsilon) * evidence.once("projected_values", partial(self._norms, evidence))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvfoundry.kernels.attention.span import Span
-from kvfoundry.kernels.prefill_attention.places import check, position_strides, sees, token_of
+from kvfoundry.kernels.prefill_attention.places import check, position_strides, queries_of, sees, token_of
 from kvfoundry.kernels.tiles import logits_of, taken_in, with_sink
 from kvfoundry.kernels.triton_support import Tuning, dot_precision, launches, next_power, tl, triton
 
@@ -111,17 +111,11 @@ def _forward(
     head = query_head // GROUP
     distance = rows - queries
     i = first + tl.arange(0, QUERY_BLOCK)
-    dk = tl.arange(0, DK)
     dv = tl.arange(0, DV)
-    q = tl.load(
-        query + batch * q_batch + query_head * q_head + i[:, None] * q_row + dk[None, :],
-        mask=(i < queries)[:, None] & (dk < KEY_DIM)[None, :],
-        other=0.0,
-    )
-    if POSITIONS:
-        own = tl.load(q_positions + batch * qp_batch + i, mask=i < queries, other=-1).to(tl.int32)
-    else:
-        own = distance + i
+    q, own = queries_of(
+        query, q_positions, i, batch, query_head, queries, distance, q_batch, q_head, q_row, qp_batch, KEY_DIM, DK,
+        POSITIONS,
+    )  # fmt: skip
     peak = tl.full([QUERY_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_BLOCK], tl.float32)
     acc = tl.zeros([QUERY_BLOCK, DV], tl.float32)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvfoundry.kernels.prefill_attention.places import check, position_strides, sees, token_of
-from kvfoundry.kernels.splitting import LOG2_E
+from kvfoundry.kernels.prefill_attention.places import check, position_strides, queries_of, sees, token_of
+from kvfoundry.kernels.splitting import LOG2_E, online
 from kvfoundry.kernels.tiles import logits_of
 from kvfoundry.kernels.triton_support import (
     Tuning,
@@ -67,16 +67,10 @@ def _log_sums(
     head = query_head // GROUP
     distance = rows - queries
     i = first + tl.arange(0, QUERY_BLOCK)
-    dk = tl.arange(0, DK)
-    q = tl.load(
-        query + batch * q_batch + query_head * q_head + i[:, None] * q_row + dk[None, :],
-        mask=(i < queries)[:, None] & (dk < KEY_DIM)[None, :],
-        other=0.0,
-    )
-    if POSITIONS:
-        own = tl.load(q_positions + batch * qp_batch + i, mask=i < queries, other=-1).to(tl.int32)
-    else:
-        own = distance + i
+    q, own = queries_of(
+        query, q_positions, i, batch, query_head, queries, distance, q_batch, q_head, q_row, qp_batch, KEY_DIM, DK,
+        POSITIONS,
+    )  # fmt: skip
     k_base = key + batch * k_batch + head * k_head
     kp_base = k_positions + batch * kp_batch + head * kp_head
     start = part * part_rows
@@ -92,11 +86,7 @@ def _log_sums(
         logits = logits_of(q, k_base, n, n < rows, k_row, scaling, softcap, True, KEY_DIM, DK, SOFTCAP, PRECISION)
         seen = sees(token_of(n, kp_base, rows, POSITIONS)[None, :], own[:, None], WINDOW)
         logits = tl.where(seen, logits, float("-inf"))
-        highest = tl.maximum(peak, tl.max(logits, axis=1))
-        # a query may have seen nothing yet: exp(-inf - -inf) is no number
-        anchor = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * tl.exp2(peak - anchor) + tl.sum(tl.exp2(logits - anchor[:, None]), axis=1)
-        peak = highest
+        _, peak, total, _ = online(logits, peak, total)
     value = tl.where(total > 0.0, peak + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
     target = found + (part * tl.num_programs(1) + owner).to(tl.int64) * queries + i
     tl.store(target, value, mask=i < queries)

@@ -25,6 +25,37 @@ def sees(at, own, WINDOW: tl.constexpr):
     return at <= own
 
 
+@triton.jit
+def queries_of(
+    query,
+    q_positions,
+    i,
+    batch,
+    query_head,
+    queries,
+    distance,
+    q_batch,
+    q_head,
+    q_row,
+    qp_batch,
+    KEY_DIM: tl.constexpr,
+    DK: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """Queries i of one head [len(i), DK], and their token indices."""
+    dk = tl.arange(0, DK)
+    q = tl.load(
+        query + batch * q_batch + query_head * q_head + i[:, None] * q_row + dk[None, :],
+        mask=(i < queries)[:, None] & (dk < KEY_DIM)[None, :],
+        other=0.0,
+    )
+    if POSITIONS:
+        own = tl.load(q_positions + batch * qp_batch + i, mask=i < queries, other=-1).to(tl.int32)
+    else:
+        own = distance + i
+    return q, own
+
+
 def position_strides(query_positions: Tensor | None, key_positions: Tensor | None) -> tuple[int, int, int]:
     if query_positions is None or key_positions is None:
         return 0, 0, 0
