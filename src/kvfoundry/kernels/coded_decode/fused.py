@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from kvfoundry.errors import KVFoundryError
+from kvfoundry.kernels.coded_decode import two_bits
 from kvfoundry.kernels.coded_decode.codes import Codes
 from kvfoundry.kernels.coded_decode.registers import (
     codes_at,
@@ -36,9 +37,10 @@ from kvfoundry.kernels.coded_decode.registers import (
     scaled_codes,
     times_pairs,
 )
-from kvfoundry.kernels.coded_decode.sides import LEAST, LIFT_BITS, TINY_BITS, chunks_of, side_terms
+from kvfoundry.kernels.coded_decode.sides import LEAST, LIFT_BITS, SLACK, TINY_BITS, chunks_of, side_terms
+from kvfoundry.kernels.coded_decode.tail import attend_tail
 from kvfoundry.kernels.decode_attention.fused import MOST_QUERIES
-from kvfoundry.kernels.splitting import find_part, join, online, part_buffers, rows_of, share_out, soften, store_part
+from kvfoundry.kernels.splitting import find_part, join, part_buffers, rows_of, share_out, soften
 from kvfoundry.kernels.triton_support import (
     Tuning,
     check_device,
@@ -53,8 +55,6 @@ from kvfoundry.kernels.triton_support import (
 DEFAULT = Tuning(block=32, warps=1, stages=3, programs=8)
 # Columns of a matrix product that only sums: what the tensor cores take at least.
 _COLUMNS = tl.constexpr(8)
-# So many powers of two may a weight be above one before all sums are set against a new peak; float16 ends at 2 ** 16.
-_SLACK = 10
 
 
 @triton.jit
@@ -112,6 +112,7 @@ def _parts(
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
     TAIL_BLOCK: tl.constexpr,
+    TAIL_ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     KEY_BITS: tl.constexpr,
     KEY_PLACES: tl.constexpr,
@@ -172,30 +173,36 @@ def _parts(
     number_of = m % (GROUP * QUERIES) // GROUP
     own = count + tail - QUERIES + number_of
     query_head = head * GROUP + m % GROUP
-    dk = tl.arange(0, DK)
-    dv = tl.arange(0, DV)
-    peak = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
 
     if found % 2 == 1:
-        tail_at = tail_query + batch * tq_batch + query_head * tq_head + number_of * tq_query
-        whole = tl.load(tail_at[:, None] + dk[None, :], mask=real[:, None] & (dk < KEY_DIM)[None, :], other=0.0)
-        tk_at = tail_keys + batch * tk_batch + head * tk_head
-        tv_at = tail_values + batch * tv_batch + head * tv_head
-        tail_acc = tl.zeros([M, DV], tl.float32)
-        # few rows: no tiles in flight, which would take the shared memory of other programs
-        for begin in tl.range(start, stop, TAIL_BLOCK, num_stages=1):
-            n = begin + tl.arange(0, TAIL_BLOCK)
-            there = n < stop
-            inside = there[None, :] & (dk < KEY_DIM)[:, None]
-            k = tl.load(tk_at + n[None, :] * tk_row + dk[:, None], mask=inside, other=0.0)
-            logits = soften(tl.dot(whole, k, input_precision=PRECISION), scaling, softcap, SOFTCAP)
-            logits = tl.where(there[None, :] & ((count + n)[None, :] <= own[:, None]), logits, float("-inf"))
-            weights, peak, total, fade = online(logits, peak, total)
-            inside = there[:, None] & (dv < VALUE_DIM)[None, :]
-            v = tl.load(tv_at + n[:, None] * tv_row + dv[None, :], mask=inside, other=0.0)
-            tail_acc = tl.dot(weights.to(dtype), v, tail_acc * fade[:, None], input_precision=PRECISION)
-        store_part(parts, part_lse, program, tail_acc, peak, total, GROUP * QUERIES, M, VALUE_DIM, DV)
+        attend_tail(
+            tail_query + batch * tq_batch,
+            tail_keys + batch * tk_batch + head * tk_head,
+            tail_values + batch * tv_batch + head * tv_head,
+            parts,
+            part_lse,
+            program,
+            head,
+            start,
+            stop,
+            tail,
+            scaling,
+            softcap,
+            tq_head,
+            tq_query,
+            tk_row,
+            tv_row,
+            GROUP,
+            QUERIES,
+            TAIL_ROWS,
+            KEY_DIM,
+            VALUE_DIM,
+            DK,
+            DV,
+            TAIL_BLOCK,
+            SOFTCAP,
+            PRECISION,
+        )
         return
 
     q_at = query + batch * q_batch + query_head * q_head + number_of * q_query
@@ -465,14 +472,14 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-    tuning: Tuning = DEFAULT,
+    tuning: Tuning | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As `naive.attend`; coded and tails are contiguous int32.
 
     Raises KVFoundryError for codes that the kernel cannot read (3 bits, groups that no tile or word fits into), more
     than eight queries, and tensors that are not on one GPU.
     """
-    batch, query_heads, queries, key_dim = query.shape
+    batch, query_heads, queries, _ = query.shape
     heads, value_dim = coded.shape[1], values.dim
     if queries > MOST_QUERIES:
         raise KVFoundryError(f"decode attention takes at most {MOST_QUERIES} queries, got {queries}.")
@@ -480,6 +487,43 @@ def attend(
         raise KVFoundryError("the numbers of coded and of newest rows must be int32.")
     tensors = (query, coded, tails, tail_keys, tail_values, tail_query, sinks, keys.codes, keys.scale, keys.minimum)
     check_device(*tensors, values.codes, values.scale, values.minimum)
+    group = query_heads // heads
+    lanes = two_bits.reads(query, keys, values, softcap)
+    tuning = tuning or (two_bits.DEFAULT if lanes else DEFAULT)
+    wanted = multiprocessors(query.device) * tuning.programs
+    programs = wanted + 2 * batch * heads
+    parts, part_lse = part_buffers(programs, group * queries, value_dim, query.device)
+    output = query.new_empty(batch, query_heads, queries, value_dim)
+    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device) if return_lse else None
+    tail_query = query if tail_query is None else tail_query
+    given = (query, tail_query, keys, values, tail_keys, tail_values, coded, tails, parts, part_lse)
+    launch = two_bits.launch if lanes else _launch
+    step = launch(*given, programs=programs, wanted=wanted, scaling=scaling, softcap=softcap, tuning=tuning)
+    join(parts, part_lse, coded, output, lse, sinks, wanted=wanted, block=step, others=tails)
+    return output if lse is None else (output, lse)
+
+
+def _launch(
+    query: Tensor,
+    tail_query: Tensor,
+    keys: Codes,
+    values: Codes,
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    coded: Tensor,
+    tails: Tensor,
+    parts: Tensor,
+    part_lse: Tensor,
+    *,
+    programs: int,
+    wanted: int,
+    scaling: float,
+    softcap: float | None,
+    tuning: Tuning,
+) -> int:
+    """Fill the parts; the rows that parts are whole numbers of."""
+    batch, query_heads, queries, key_dim = query.shape
+    heads, value_dim = coded.shape[1], values.dim
     group = query_heads // heads
     terms = {**side_terms("KEY", keys, query.dtype), **side_terms("VALUE", values, query.dtype)}
     words = {"KEY": terms.pop("KEY_VIEW"), "VALUE": terms.pop("VALUE_VIEW")}
@@ -490,12 +534,6 @@ def attend(
     for side in (keys, values):
         if side.along == "tokens" and side.group % block and block % side.group:
             raise KVFoundryError(f"groups of {side.group} tokens and tiles of {block} rows do not fill each other.")
-    wanted = multiprocessors(query.device) * tuning.programs
-    programs = wanted + 2 * batch * heads
-    parts, part_lse = part_buffers(programs, group * queries, value_dim, query.device)
-    output = query.new_empty(batch, query_heads, queries, value_dim)
-    lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device) if return_lse else None
-    tail_query = query if tail_query is None else tail_query
     _parts[(programs,)](
         query,
         tail_query,
@@ -538,6 +576,7 @@ def attend(
         STEP=tuning.block,
         BLOCK=block,
         TAIL_BLOCK=tuning.block,
+        TAIL_ROWS=next_power(group * queries, 16),
         HEADS=next_power(2 * batch * heads),
         KW=next_power(words["KEY"].shape[3], 16),
         VALUE_CHUNKS=chunks,
@@ -545,12 +584,11 @@ def attend(
         **terms,
         TINY_BITS=TINY_BITS.get(query.dtype, 0),
         LIFT_BITS=LIFT_BITS.get(query.dtype, 0),
-        SLACK=0 if query.dtype == torch.float16 else _SLACK,
+        SLACK=0 if query.dtype == torch.float16 else SLACK,
         SOFTCAP=softcap is not None,
         PRECISION=dot_precision(query.dtype),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         **({} if tuning.registers is None else {"maxnreg": tuning.registers}),
     )
-    join(parts, part_lse, coded, output, lse, sinks, wanted=wanted, block=tuning.block, others=tails)
-    return output if lse is None else (output, lse)
+    return tuning.block

@@ -23,6 +23,8 @@ _MANTISSA = 7
 # from the ends of float32. float16's are, as they are.
 TINY_BITS = {torch.bfloat16: 133, torch.float16: 24}
 LIFT_BITS = {torch.bfloat16: 60, torch.float16: 0}
+# So many powers of two may a weight be above one before all sums are set against a new peak; float16 ends at 2 ** 16.
+SLACK = 10
 
 
 def side_terms(name: str, side: Codes, dtype: torch.dtype) -> dict[str, Any]:

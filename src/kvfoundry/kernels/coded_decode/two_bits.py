@@ -1,0 +1,455 @@
+"""Decode attention over codes of two bits, lane by lane: keys scaled per channel, values per token, 128 channels.
+
+The same sums as in `fused`, for the shape where products of few query rows cost more than reading: every word is loaded
+where the tensor cores want it, or gets there by a transposition in registers, and all columns of a product are used.
+One warp goes through its rows in tiles of 32, within a group of tokens; what the next tile needs is loaded before.
+
+Keys. A word of 16 bits holds 8 channels. Lane 4 g + t reads words 4 t .. 4 t + 3 of row g: place p of all of them is
+the first operand of a product with the query's matching channels, which the group's scales have been multiplied into.
+Its columns are the query heads, twice: column n is head n % 4. The minima of eight groups meet the query together.
+
+Values. Words 0..7 of a row (groups of channels 0, 1) and 8..15 (2, 3) are two matrices of rows and words; both are
+transposed, so that words are rows of a product over rows of the cache, two places at a time. Its columns are the query
+heads with the weights of the first group, then with those of the second: of the sums, those of words and columns of one
+group are wanted. Minima of values and ones are further rows, met by the weights as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvfoundry.kernels.coded_decode.codes import Codes
+from kvfoundry.kernels.coded_decode.sides import LIFT_BITS, SLACK, TINY_BITS
+from kvfoundry.kernels.coded_decode.tail import attend_tail
+from kvfoundry.kernels.splitting import find_part, rows_of, share_out
+from kvfoundry.kernels.triton_support import Tuning, interpreted, next_power, tl, triton
+from kvfoundry.kernels.warp import from_lane, halves, multiply, pair, times, transposed
+
+# Rows of a tile; tiles whose minima of keys are looked up together.
+_TILE, _TOGETHER = tl.constexpr(32), tl.constexpr(8)
+# Query heads of a stored head at most, and channels.
+_HEADS, _DIM, _GROUP = 4, 128, 32
+DEFAULT = Tuning(block=32, warps=1, stages=1, programs=12, registers=168)
+
+
+@triton.jit
+def _words_of(at):
+    """Two words of 32 bits from one of 64."""
+    both = tl.load(at)
+    return both.to(tl.int32), (both >> 32).to(tl.int32)
+
+
+@triton.jit
+def _channels(at):
+    """64 bytes per lane from `at`, pointers to 64 bits: 16 words, of two channels each."""
+    found = ()
+    for part in tl.static_range(4):
+        left, right = tl.split(tl.load(at[:, None] + (2 * part + tl.arange(0, 2))[None, :]))
+        found += (left.to(tl.int32), (left >> 32).to(tl.int32), right.to(tl.int32), (right >> 32).to(tl.int32))
+    return found
+
+
+@triton.jit
+def _at_place(channels, place: tl.constexpr, PTX: tl.constexpr):
+    """Of 32 channels, eight a word of codes, those at one place of the words: as the first operand wants them."""
+    left = halves(channels[place // 2], channels[place // 2 + 4], place % 2, PTX)
+    right = halves(channels[place // 2 + 8], channels[place // 2 + 12], place % 2, PTX)
+    return left, right
+
+
+@triton.jit
+def _keys(codes_at, scale_at, row, table, K_ROW: tl.constexpr, KS_ROW: tl.constexpr):
+    words = ()
+    at = codes_at + row * (K_ROW // 8)
+    for block in tl.static_range(4):
+        words += _words_of(at + block * K_ROW)
+    return words, _channels(scale_at + table * (KS_ROW // 4))
+
+
+@triton.jit
+def _values(codes_at, table_at, row, V_ROW: tl.constexpr, VS_ROW: tl.constexpr):
+    words = ()
+    tables = ()
+    at = codes_at + row * (V_ROW // 4)
+    table_at += row * (VS_ROW // 2)
+    for block in tl.static_range(4):
+        words += (tl.load(at + 2 * block * V_ROW), tl.load(at + 2 * block * V_ROW + 4))
+        tables += (tl.load(table_at + 4 * block * VS_ROW),)
+    return words, tables
+
+
+@triton.jit
+def codes_of(words, place: tl.constexpr):
+    """The codes at one place of two words of 16 bits as subnormal numbers of bfloat16, in units of 4 ** (place % 4).
+
+    The least exponent's numbers and those of the next are in one line, so that eight bits serve.
+    """
+    return (words >> (place // 4 * 8)) & (0x00030003 << (2 * (place % 4)))
+
+
+@triton.jit
+def attend_two_bits(
+    query,
+    tail_query,
+    key_codes,
+    key_scale,
+    key_minimum,
+    value_codes,
+    value_scale,
+    value_minimum,
+    tail_keys,
+    tail_values,
+    coded,
+    tails,
+    parts,
+    part_lse,
+    wanted,
+    heads_total,
+    stored_heads,
+    scaling,
+    q_batch,
+    q_head,
+    tq_batch,
+    tq_head,
+    k_batch,
+    k_head,
+    ks_batch,
+    ks_head,
+    v_batch,
+    v_head,
+    vs_batch,
+    vs_head,
+    tk_batch,
+    tk_head,
+    tk_row,
+    tv_batch,
+    tv_head,
+    tv_row,
+    K_ROW: tl.constexpr,
+    KS_ROW: tl.constexpr,
+    V_ROW: tl.constexpr,
+    VS_ROW: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    TINY_BITS: tl.constexpr,
+    LIFT_BITS: tl.constexpr,
+    SLACK: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Parts of attention, as `fused._parts` leaves them. One warp."""
+    program = tl.program_id(0)
+    index = tl.arange(0, HEADS)
+    rows = rows_of(coded, tails, index < heads_total * 2, index, 2)
+    splits = share_out(rows, wanted, _TILE)
+    if program >= tl.sum(splits, axis=0):
+        return
+    # kinds alternate: the codes of a head, then its tail
+    found, start, stop = find_part(program, rows, splits, _TILE, HEADS)
+    owner = found // 2
+    batch = (owner // stored_heads).to(tl.int64)
+    head = (owner % stored_heads).to(tl.int64)
+    if found % 2 == 1:
+        attend_tail(
+            tail_query + batch * tq_batch,
+            tail_keys + batch * tk_batch + head * tk_head,
+            tail_values + batch * tv_batch + head * tv_head,
+            parts,
+            part_lse,
+            program,
+            head,
+            start,
+            stop,
+            tl.load(tails + owner),
+            scaling,
+            1.0,
+            tq_head,
+            0,
+            tk_row,
+            tv_row,
+            GROUP,
+            1,
+            16,
+            128,
+            128,
+            128,
+            128,
+            16,
+            False,
+            "tf32",
+        )
+        return
+
+    lane = tl.arange(0, 32)
+    g, t = lane // 4, lane % 4
+    wide: tl.constexpr = tl.pointer_type(tl.int64)
+    narrow: tl.constexpr = tl.pointer_type(tl.int32)
+    query_head = head * GROUP + (g % 4) % GROUP
+    asked = _channels((query + batch * q_batch + query_head * q_head).to(wide) + 8 * t)
+    kc_at = (key_codes + batch * k_batch + head * k_head).to(wide) + t
+    ks_at = (key_scale + batch * ks_batch + head * ks_head).to(wide) + 8 * t
+    km_at = (key_minimum + batch * ks_batch + head * ks_head).to(wide) + 8 * t
+    vc_at = (value_codes + batch * v_batch + head * v_head).to(narrow) + t
+    # lanes 0 and 1 of a row read its scales, 2 and 3 its minima
+    vs_at = (value_scale + batch * vs_batch + head * vs_head).to(narrow)
+    vm_at = (value_minimum + batch * vs_batch + head * vs_head).to(narrow)
+    apart = (vm_at.to(tl.int64) - vs_at.to(tl.int64)) // 4
+    table_at = vs_at + tl.where(t < 2, t.to(tl.int64), apart + t - 2)
+
+    # a power of two is exact: codes at higher places count in larger units
+    q = ()
+    for place in tl.static_range(8):
+        lift = tl.full([32], 2.0**LIFT_BITS / 4 ** (place % 4), tl.float32)
+        lift = pair(lift, lift, PTX)
+        left, right = _at_place(asked, place, PTX)
+        q += (times(left, lift, PTX), times(right, lift, PTX))
+
+    nothing = tl.zeros([32], tl.float32)
+    none = tl.zeros([32], tl.int32)
+    ones = tl.full([32], 0x3F803F80, tl.int32)
+    acc = ()
+    for _ in tl.static_range(32):
+        acc += (nothing,)
+    sums = (nothing, nothing, nothing, nothing)
+    low = (nothing, nothing)
+    anchor = (tl.full([32], -1e30, tl.float32), tl.full([32], -1e30, tl.float32))
+    factor = scaling * 1.4426950408889634
+    unit = factor * 2.0 ** (TINY_BITS - LIFT_BITS)
+    last = start + (stop - start - 1) // _TILE * _TILE
+    words, scales = _keys(kc_at, ks_at, start + g, start // KEY_GROUP, K_ROW, KS_ROW)
+    cells, tables = _values(vc_at, table_at, start + g, V_ROW, VS_ROW)
+    for begin in range(start, stop, _TILE):
+        following = tl.minimum(begin + _TILE, last)
+        turn = (begin - start) // _TILE % _TOGETHER
+        if turn == 0:
+            table = tl.minimum(begin + _TILE * g, last) // KEY_GROUP
+            minima = _channels(km_at + table * (KS_ROW // 4))
+            low = (nothing, nothing)
+            for size in tl.static_range(4):
+                found_low = (nothing, nothing, nothing, nothing)
+                for place in tl.static_range(size, 8, 4):
+                    left, right = _at_place(minima, place, PTX)
+                    found_low = multiply(left, none, right, none, q[2 * place], q[2 * place + 1], *found_low, PTX)
+                low = (low[0] + found_low[0] * 4.0**size, low[1] + found_low[1] * 4.0**size)
+
+        logits = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+        for place in tl.static_range(8):
+            left, right = _at_place(scales, place, PTX)
+            left, right = times(q[2 * place], left, PTX), times(q[2 * place + 1], right, PTX)
+            further = ()
+            for half in tl.static_range(2):
+                further += multiply(
+                    codes_of(words[4 * half], place), codes_of(words[4 * half + 2], place),
+                    codes_of(words[4 * half + 1], place), codes_of(words[4 * half + 3], place),
+                    left, right,
+                    logits[4 * half], logits[4 * half + 1], logits[4 * half + 2], logits[4 * half + 3], PTX,
+                )  # fmt: skip
+            logits = further
+        words, scales = _keys(kc_at, ks_at, following + g, following // KEY_GROUP, K_ROW, KS_ROW)
+        if begin + _TILE > stop:
+            seen = ()
+            for number in tl.static_range(8):
+                seen += (tl.where(begin + 8 * (number // 2) + g < stop, logits[number], float("-inf")),)
+            logits = seen
+
+        common = ()
+        offset = ()
+        for column in tl.static_range(2):
+            common += (from_lane(low[column], 4 * turn + t, PTX) * (factor * 2.0**-LIFT_BITS) + LIFT_BITS,)
+            offset += (common[column] - anchor[column],)
+        powers = ()
+        most = tl.full([32], float("-inf"), tl.float32)
+        for number in tl.static_range(8):
+            powers += (logits[number] * unit + offset[number % 2],)
+            most = tl.maximum(most, powers[number])
+        # patterns of numbers above zero are in their order, and those of numbers below zero are integers below zero
+        if tl.max(most.to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True) > SLACK + LIFT_BITS:
+            fade = ()
+            risen = ()
+            for column in tl.static_range(2):
+                peak = tl.maximum(logits[column], logits[column + 2])
+                peak = tl.maximum(peak, tl.maximum(logits[column + 4], logits[column + 6]))
+                for distance in tl.static_range(2, 5):
+                    peak = tl.maximum(peak, from_lane(peak, lane ^ (1 << distance), PTX))
+                risen += (tl.maximum(anchor[column], peak * unit + (common[column] - LIFT_BITS)),)
+                fade += (tl.exp2(anchor[column] - risen[column]),)
+            anchor = risen
+            faded = ()
+            for number in tl.static_range(32):
+                faded += (acc[number] * fade[number % 2],)
+            acc = faded
+            faded = ()
+            for number in tl.static_range(4):
+                faded += (sums[number] * fade[number % 2],)
+            sums = faded
+            lowered = ()
+            for number in tl.static_range(8):
+                lowered += (logits[number] * unit + (common[number % 2] - anchor[number % 2]),)
+            powers = lowered
+        weights = ()
+        for block in tl.static_range(4):
+            weights += (transposed(pair(tl.exp2(powers[2 * block]), tl.exp2(powers[2 * block + 1]), PTX), PTX),)
+
+        factors = ()
+        for block in tl.static_range(4):
+            factors += (transposed(tables[block], PTX),)
+        for half in tl.static_range(2):
+            sums = multiply(
+                factors[2 * half],
+                ones,
+                factors[2 * half + 1],
+                ones,
+                weights[2 * half],
+                weights[2 * half + 1],
+                *sums,
+                PTX,
+            )
+        further = ()
+        for chunk in tl.static_range(2):
+            own = ()
+            turned = ()
+            for block in tl.static_range(4):
+                scale = from_lane(factors[block], (2 * chunk + g // 4) * 4 + t, PTX)
+                own += (times(weights[block], scale, PTX),)
+                turned += (transposed(cells[2 * block + chunk], PTX),)
+            for place in tl.static_range(4):
+                result = ()
+                for register in tl.static_range(4):
+                    result += (acc[16 * chunk + 4 * place + register],)
+                for half in tl.static_range(2):
+                    left, right = turned[2 * half], turned[2 * half + 1]
+                    result = multiply(
+                        codes_of(left, place), codes_of(left, place + 4),
+                        codes_of(right, place), codes_of(right, place + 4),
+                        own[2 * half], own[2 * half + 1], *result, PTX,
+                    )  # fmt: skip
+                further += result
+        acc = further
+        cells, tables = _values(vc_at, table_at, following + g, V_ROW, VS_ROW)
+
+    total = (sums[2], sums[3])
+    at = program.to(tl.int64) * GROUP
+    for column in tl.static_range(2):
+        # of the column's query head, and of the group of channels that the column and the lane's words belong to
+        row = (2 * t + column) % 4
+        inside = (g // 4 == t // 2) & (row < GROUP)
+        share = 1.0 / total[column]
+        lifted_share = 2.0**LIFT_BITS / total[column]
+        tl.store(
+            part_lse + at + row, anchor[column] + tl.log2(total[column]) - LIFT_BITS, mask=(lane < 2) & (row < GROUP)
+        )
+        for chunk in tl.static_range(2):
+            shared = from_lane(sums[column], (4 + 2 * chunk + g // 4) * 4 + t, PTX) * share
+            where = parts + (at + row) * 128 + (8 * chunk + g) * 8
+            for place in tl.static_range(8):
+                result = acc[16 * chunk + 4 * (place % 4) + 2 * (place // 4) + column]
+                result = result * 2.0 ** (TINY_BITS - LIFT_BITS - 2 * (place % 4)) * lifted_share + shared
+                tl.store(where + place, result, mask=inside)
+
+
+def reads(query: Tensor, keys: Codes, values: Codes, softcap: float | None) -> bool:
+    """Whether this kernel reads such codes."""
+    query_heads, queries = query.shape[1:3]
+    numbers = (query, keys.scale, keys.minimum, values.scale, values.minimum)
+    return (
+        softcap is None
+        and queries == 1
+        and query_heads // keys.codes.shape[1] <= _HEADS
+        and all(side.bits == 2 and side.mode == "asymmetric" and side.dim == _DIM for side in (keys, values))
+        and keys.along == "tokens"
+        and keys.group % DEFAULT.block == 0
+        and values.along == "channels"
+        and values.group == _GROUP
+        and all(tensor is not None and tensor.dtype == torch.bfloat16 for tensor in numbers)
+        # tiles at the end are read whole, words of up to 16 bytes at once
+        and keys.codes.shape[2] % DEFAULT.block == 0
+        and all(_aligned(tensor) for tensor in (query, keys.codes, values.codes, keys.scale, keys.minimum))
+        and all(_dense(tensor) for tensor in (values.scale, values.minimum))
+        and all(side.minimum is not None and side.minimum.stride() == side.scale.stride() for side in (keys, values))
+    )
+
+
+def launch(
+    query: Tensor,
+    tail_query: Tensor,
+    keys: Codes,
+    values: Codes,
+    tail_keys: Tensor,
+    tail_values: Tensor,
+    coded: Tensor,
+    tails: Tensor,
+    parts: Tensor,
+    part_lse: Tensor,
+    *,
+    programs: int,
+    wanted: int,
+    scaling: float,
+    softcap: float | None,
+    tuning: Tuning,
+) -> int:
+    """As `fused._launch`."""
+    batch, heads = coded.shape
+    attend_two_bits[(programs,)](
+        query,
+        tail_query,
+        keys.codes,
+        keys.scale,
+        keys.minimum,
+        values.codes,
+        values.scale,
+        values.minimum,
+        tail_keys,
+        tail_values,
+        coded,
+        tails,
+        parts,
+        part_lse,
+        wanted,
+        batch * heads,
+        heads,
+        scaling,
+        *query.stride()[:2],
+        *tail_query.stride()[:2],
+        *keys.codes.stride()[:2],
+        *keys.scale.stride()[:2],
+        *values.codes.stride()[:2],
+        *values.scale.stride()[:2],
+        *tail_keys.stride()[:3],
+        *tail_values.stride()[:3],
+        K_ROW=keys.codes.stride(2),
+        KS_ROW=keys.scale.stride(2),
+        V_ROW=values.codes.stride(2),
+        VS_ROW=values.scale.stride(2),
+        KEY_GROUP=keys.group,
+        GROUP=query.shape[1] // heads,
+        HEADS=next_power(2 * batch * heads),
+        TINY_BITS=TINY_BITS[torch.bfloat16],
+        LIFT_BITS=LIFT_BITS[torch.bfloat16],
+        SLACK=SLACK,
+        PTX=not interpreted(),
+        num_warps=1,
+        num_stages=1,
+        maxnreg=tuning.registers,
+    )
+    return DEFAULT.block
+
+
+def _aligned(tensor: Tensor | None) -> bool:
+    """Whether every row is dense and starts at a multiple of 16 bytes."""
+    return (
+        tensor is not None
+        and tensor.stride(3) == 1
+        and tensor.data_ptr() % 16 == 0
+        and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:3])
+    )
+
+
+def _dense(tensor: Tensor | None) -> bool:
+    """Whether the rows of a head are one behind the other, each at a multiple of its size."""
+    return (
+        tensor is not None
+        and tensor.stride()[2:] == (tensor.shape[3], 1)
+        and tensor.data_ptr() % (tensor.shape[3] * tensor.element_size()) == 0
+        and all(stride % tensor.shape[3] == 0 for stride in tensor.stride()[:2])
+    )
