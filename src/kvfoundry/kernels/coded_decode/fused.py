@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvfoundry.errors import KVFoundryError
-from kvfoundry.kernels.coded_decode import two_bits
+from kvfoundry.kernels.coded_decode import lanes
 from kvfoundry.kernels.coded_decode.codes import Codes
 from kvfoundry.kernels.coded_decode.registers import (
     codes_at,
@@ -488,8 +488,8 @@ def attend(
     tensors = (query, coded, tails, tail_keys, tail_values, tail_query, sinks, keys.codes, keys.scale, keys.minimum)
     check_device(*tensors, values.codes, values.scale, values.minimum)
     group = query_heads // heads
-    lanes = two_bits.reads(query, keys, values, softcap)
-    tuning = tuning or (two_bits.DEFAULT if lanes else DEFAULT)
+    by_lanes = lanes.reads(query, keys, values, softcap)
+    tuning = tuning or (lanes.DEFAULT if by_lanes else DEFAULT)
     wanted = multiprocessors(query.device) * tuning.programs
     programs = wanted + 2 * batch * heads
     parts, part_lse = part_buffers(programs, group * queries, value_dim, query.device)
@@ -497,7 +497,7 @@ def attend(
     lse = torch.empty(batch, query_heads, queries, dtype=torch.float32, device=query.device) if return_lse else None
     tail_query = query if tail_query is None else tail_query
     given = (query, tail_query, keys, values, tail_keys, tail_values, coded, tails, parts, part_lse)
-    launch = two_bits.launch if lanes else _launch
+    launch = lanes.launch if by_lanes else _launch
     step = launch(*given, programs=programs, wanted=wanted, scaling=scaling, softcap=softcap, tuning=tuning)
     join(parts, part_lse, coded, output, lse, sinks, wanted=wanted, block=step, others=tails)
     return output if lse is None else (output, lse)

@@ -1,17 +1,19 @@
-"""Decode attention over codes of two bits, lane by lane: keys scaled per channel, values per token, 128 channels.
+"""Decode attention over codes of 2 or 4 bits, lane by lane: keys scaled per channel, values per token, 128 channels.
 
 The same sums as in `fused`, for the shape where products of few query rows cost more than reading: every word is loaded
 where the tensor cores want it, or gets there by a transposition in registers, and all columns of a product are used.
 One warp goes through its rows in tiles of 32, within a group of tokens; what the next tile needs is loaded before.
 
-Keys. A word of 16 bits holds 8 channels. Lane 4 g + t reads words 4 t .. 4 t + 3 of row g: place p of all of them is
-the first operand of a product with the query's matching channels, which the group's scales have been multiplied into.
-Its columns are the query heads, twice: column n is head n % 4. The minima of eight groups meet the query together.
+Keys. A word of 16 bits holds neighbouring channels. Lane 4 g + t reads those of channels 32 t .. 32 t + 31 of row g:
+one place of four such words is the first operand of a product with the query's matching channels, which the group's scales
+have been multiplied into. Its columns are the query heads, twice: column n is head n % 4. The minima of eight groups
+meet the query together.
 
-Values. Words 0..7 of a row (groups of channels 0, 1) and 8..15 (2, 3) are two matrices of rows and words; both are
-transposed, so that words are rows of a product over rows of the cache, two places at a time. Its columns are the query
-heads with the weights of the first group, then with those of the second: of the sums, those of words and columns of one
-group are wanted. Minima of values and ones are further rows, met by the weights as they are.
+Values. Eight words of a row are a chunk, of two groups of channels (2 bits) or of one. A chunk of all rows is a matrix
+that is transposed, so that words are rows of a product over rows of the cache: two places of a chunk (2 bits) or one of
+two chunks. Its columns are the query heads with the weights of a group, then with those of the next: of the sums,
+those of words and columns of one group are wanted. Minima of values and ones are further rows, met by the weights as
+they are.
 """
 
 from __future__ import annotations
@@ -34,62 +36,64 @@ DEFAULT = Tuning(block=32, warps=1, stages=1, programs=12, registers=168)
 
 
 @triton.jit
-def _words_of(at):
-    """Two words of 32 bits from one of 64."""
-    both = tl.load(at)
-    return both.to(tl.int32), (both >> 32).to(tl.int32)
-
-
-@triton.jit
-def _channels(at):
-    """64 bytes per lane from `at`, pointers to 64 bits: 16 words, of two channels each."""
+def _wide(at, WORDS: tl.constexpr):
+    """A tuple of `WORDS` words of 32 bits per lane from `at`, pointers to 64 bits."""
     found = ()
-    for part in tl.static_range(4):
+    if WORDS == 2:
+        both = tl.load(at)
+        found += (both.to(tl.int32), (both >> 32).to(tl.int32))
+    for part in tl.static_range(WORDS // 4):
         left, right = tl.split(tl.load(at[:, None] + (2 * part + tl.arange(0, 2))[None, :]))
         found += (left.to(tl.int32), (left >> 32).to(tl.int32), right.to(tl.int32), (right >> 32).to(tl.int32))
     return found
 
 
 @triton.jit
-def _at_place(channels, place: tl.constexpr, PTX: tl.constexpr):
-    """Of 32 channels, eight a word of codes, those at one place of the words: as the first operand wants them."""
-    left = halves(channels[place // 2], channels[place // 2 + 4], place % 2, PTX)
-    right = halves(channels[place // 2 + 8], channels[place // 2 + 12], place % 2, PTX)
+def _at_place(channels, step: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
+    """Of a lane's 32 channels, two a word, those at one place of four words of codes, in the order of an operand."""
+    places: tl.constexpr = 16 // BITS
+    at: tl.constexpr = step // places * 2 * places + step % places // 2
+    left = halves(channels[at], channels[at + places // 2], step % 2, PTX)
+    right = halves(channels[at + places], channels[at + places + places // 2], step % 2, PTX)
     return left, right
 
 
 @triton.jit
-def _keys(codes_at, scale_at, row, table, K_ROW: tl.constexpr, KS_ROW: tl.constexpr):
+def _keys(codes_at, scale_at, row, table, K_ROW: tl.constexpr, KS_ROW: tl.constexpr, BITS: tl.constexpr):
+    """What a lane holds of a tile: its words of rows g, g + 8, ..., and scales of its 32 channels."""
     words = ()
     at = codes_at + row * (K_ROW // 8)
     for block in tl.static_range(4):
-        words += _words_of(at + block * K_ROW)
-    return words, _channels(scale_at + table * (KS_ROW // 4))
+        words += _wide(at + block * K_ROW, BITS)
+    return words, _wide(scale_at + table * (KS_ROW // 4), 16)
 
 
 @triton.jit
-def _values(codes_at, table_at, row, V_ROW: tl.constexpr, VS_ROW: tl.constexpr):
+def _values(codes_at, table_at, row, V_ROW: tl.constexpr, VS_ROW: tl.constexpr, BITS: tl.constexpr):
+    """What a lane holds of a tile: two words of every chunk of eight of rows g, g + 8, ..., two entries of tables."""
     words = ()
     tables = ()
     at = codes_at + row * (V_ROW // 4)
     table_at += row * (VS_ROW // 2)
     for block in tl.static_range(4):
-        words += (tl.load(at + 2 * block * V_ROW), tl.load(at + 2 * block * V_ROW + 4))
+        for chunk in tl.static_range(BITS):
+            words += (tl.load(at + 2 * block * V_ROW + 4 * chunk),)
         tables += (tl.load(table_at + 4 * block * VS_ROW),)
     return words, tables
 
 
 @triton.jit
-def codes_of(words, place: tl.constexpr):
-    """The codes at one place of two words of 16 bits as subnormal numbers of bfloat16, in units of 4 ** (place % 4).
+def _codes(words, place: tl.constexpr, BITS: tl.constexpr):
+    """The codes at one place of two words of 16 bits as subnormal numbers of bfloat16, in units of `_unit`.
 
     The least exponent's numbers and those of the next are in one line, so that eight bits serve.
     """
-    return (words >> (place // 4 * 8)) & (0x00030003 << (2 * (place % 4)))
+    room: tl.constexpr = 8 // BITS
+    return (words >> (place // room * 8)) & ((2**BITS - 1) * 0x00010001 << (BITS * (place % room)))
 
 
 @triton.jit
-def attend_two_bits(
+def attend_lanes(
     query,
     tail_query,
     key_codes,
@@ -136,6 +140,7 @@ def attend_two_bits(
     TINY_BITS: tl.constexpr,
     LIFT_BITS: tl.constexpr,
     SLACK: tl.constexpr,
+    BITS: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """Parts of attention, as `fused._parts` leaves them. One warp."""
@@ -186,8 +191,8 @@ def attend_two_bits(
     wide: tl.constexpr = tl.pointer_type(tl.int64)
     narrow: tl.constexpr = tl.pointer_type(tl.int32)
     query_head = head * GROUP + (g % 4) % GROUP
-    asked = _channels((query + batch * q_batch + query_head * q_head).to(wide) + 8 * t)
-    kc_at = (key_codes + batch * k_batch + head * k_head).to(wide) + t
+    asked = _wide((query + batch * q_batch + query_head * q_head).to(wide) + 8 * t, 16)
+    kc_at = (key_codes + batch * k_batch + head * k_head).to(wide) + BITS // 2 * t
     ks_at = (key_scale + batch * ks_batch + head * ks_head).to(wide) + 8 * t
     km_at = (key_minimum + batch * ks_batch + head * ks_head).to(wide) + 8 * t
     vc_at = (value_codes + batch * v_batch + head * v_head).to(narrow) + t
@@ -197,12 +202,15 @@ def attend_two_bits(
     apart = (vm_at.to(tl.int64) - vs_at.to(tl.int64)) // 4
     table_at = vs_at + tl.where(t < 2, t.to(tl.int64), apart + t - 2)
 
+    # places of a word, and those that are read without moving it; eight steps of a product go through all channels
+    places: tl.constexpr = 16 // BITS
+    room: tl.constexpr = 8 // BITS
     # a power of two is exact: codes at higher places count in larger units
     q = ()
-    for place in tl.static_range(8):
-        lift = tl.full([32], 2.0**LIFT_BITS / 4 ** (place % 4), tl.float32)
+    for step in tl.static_range(8):
+        lift = tl.full([32], 2.0**LIFT_BITS / 2 ** (BITS * (step % room)), tl.float32)
         lift = pair(lift, lift, PTX)
-        left, right = _at_place(asked, place, PTX)
+        left, right = _at_place(asked, step, BITS, PTX)
         q += (times(left, lift, PTX), times(right, lift, PTX))
 
     nothing = tl.zeros([32], tl.float32)
@@ -217,41 +225,49 @@ def attend_two_bits(
     factor = scaling * 1.4426950408889634
     unit = factor * 2.0 ** (TINY_BITS - LIFT_BITS)
     last = start + (stop - start - 1) // _TILE * _TILE
-    words, scales = _keys(kc_at, ks_at, start + g, start // KEY_GROUP, K_ROW, KS_ROW)
-    cells, tables = _values(vc_at, table_at, start + g, V_ROW, VS_ROW)
+    words, scales = _keys(kc_at, ks_at, start + g, start // KEY_GROUP, K_ROW, KS_ROW, BITS)
+    cells, tables = _values(vc_at, table_at, start + g, V_ROW, VS_ROW, BITS)
     for begin in range(start, stop, _TILE):
         following = tl.minimum(begin + _TILE, last)
         turn = (begin - start) // _TILE % _TOGETHER
         if turn == 0:
             table = tl.minimum(begin + _TILE * g, last) // KEY_GROUP
-            minima = _channels(km_at + table * (KS_ROW // 4))
+            minima = _wide(km_at + table * (KS_ROW // 4), 16)
             low = (nothing, nothing)
-            for size in tl.static_range(4):
+            for size in tl.static_range(room):
                 found_low = (nothing, nothing, nothing, nothing)
-                for place in tl.static_range(size, 8, 4):
-                    left, right = _at_place(minima, place, PTX)
-                    found_low = multiply(left, none, right, none, q[2 * place], q[2 * place + 1], *found_low, PTX)
-                low = (low[0] + found_low[0] * 4.0**size, low[1] + found_low[1] * 4.0**size)
+                for step in tl.static_range(size, 8, room):
+                    left, right = _at_place(minima, step, BITS, PTX)
+                    found_low = multiply(left, none, right, none, q[2 * step], q[2 * step + 1], *found_low, PTX)
+                low = (low[0] + found_low[0] * 2.0 ** (BITS * size), low[1] + found_low[1] * 2.0 ** (BITS * size))
 
         logits = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
-        for place in tl.static_range(8):
-            left, right = _at_place(scales, place, PTX)
-            left, right = times(q[2 * place], left, PTX), times(q[2 * place + 1], right, PTX)
+        for step in tl.static_range(8):
+            left, right = _at_place(scales, step, BITS, PTX)
+            left, right = times(q[2 * step], left, PTX), times(q[2 * step + 1], right, PTX)
             further = ()
             for half in tl.static_range(2):
-                further += multiply(
-                    codes_of(words[4 * half], place), codes_of(words[4 * half + 2], place),
-                    codes_of(words[4 * half + 1], place), codes_of(words[4 * half + 3], place),
-                    left, right,
-                    logits[4 * half], logits[4 * half + 1], logits[4 * half + 2], logits[4 * half + 3], PTX,
-                )  # fmt: skip
+                operand = ()
+                for word in tl.static_range(2):
+                    for block in tl.static_range(2):
+                        read = words[(2 * half + block) * BITS + step // places * 2 + word]
+                        operand += (_codes(read, step % places, BITS),)
+                result = ()
+                for register in tl.static_range(4):
+                    result += (logits[4 * half + register],)
+                further += multiply(*operand, left, right, *result, PTX)
             logits = further
-        words, scales = _keys(kc_at, ks_at, following + g, following // KEY_GROUP, K_ROW, KS_ROW)
+        words, scales = _keys(kc_at, ks_at, following + g, following // KEY_GROUP, K_ROW, KS_ROW, BITS)
         if begin + _TILE > stop:
             seen = ()
             for number in tl.static_range(8):
                 seen += (tl.where(begin + 8 * (number // 2) + g < stop, logits[number], float("-inf")),)
             logits = seen
+            # nor do their tables count, whatever they hold
+            blanked = ()
+            for block in tl.static_range(4):
+                blanked += (tl.where(begin + 8 * block + g < stop, tables[block], none),)
+            tables = blanked
 
         common = ()
         offset = ()
@@ -312,39 +328,46 @@ def attend_two_bits(
             for block in tl.static_range(4):
                 scale = from_lane(factors[block], (2 * chunk + g // 4) * 4 + t, PTX)
                 own += (times(weights[block], scale, PTX),)
-                turned += (transposed(cells[2 * block + chunk], PTX),)
+                for part in tl.static_range(BITS // 2):
+                    turned += (transposed(cells[block * BITS + chunk * (BITS // 2) + part], PTX),)
             for place in tl.static_range(4):
                 result = ()
                 for register in tl.static_range(4):
                     result += (acc[16 * chunk + 4 * place + register],)
                 for half in tl.static_range(2):
-                    left, right = turned[2 * half], turned[2 * half + 1]
-                    result = multiply(
-                        codes_of(left, place), codes_of(left, place + 4),
-                        codes_of(right, place), codes_of(right, place + 4),
-                        own[2 * half], own[2 * half + 1], *result, PTX,
-                    )  # fmt: skip
+                    operand = ()
+                    for block in tl.static_range(2 * half, 2 * half + 2):
+                        for lower in tl.static_range(2):
+                            read = turned[(block + lower) * (BITS // 2) - lower]
+                            operand += (_codes(read, place + lower * (places - 4), BITS),)
+                    result = multiply(*operand, own[2 * half], own[2 * half + 1], *result, PTX)
                 further += result
         acc = further
-        cells, tables = _values(vc_at, table_at, following + g, V_ROW, VS_ROW)
+        cells, tables = _values(vc_at, table_at, following + g, V_ROW, VS_ROW, BITS)
 
     total = (sums[2], sums[3])
     at = program.to(tl.int64) * GROUP
+    # Of the sums of a lane those are wanted whose words belong to the group of channels of their columns.
+    group = g // 4 if BITS == 2 else t // 2
     for column in tl.static_range(2):
-        # of the column's query head, and of the group of channels that the column and the lane's words belong to
         row = (2 * t + column) % 4
-        inside = (g // 4 == t // 2) & (row < GROUP)
+        inside = (group == t // 2) & (row < GROUP)
         share = 1.0 / total[column]
         lifted_share = 2.0**LIFT_BITS / total[column]
-        tl.store(
-            part_lse + at + row, anchor[column] + tl.log2(total[column]) - LIFT_BITS, mask=(lane < 2) & (row < GROUP)
-        )
+        seen_by = anchor[column] + tl.log2(total[column]) - LIFT_BITS
+        tl.store(part_lse + at + row, seen_by, mask=(lane < 2) & (row < GROUP))
         for chunk in tl.static_range(2):
-            shared = from_lane(sums[column], (4 + 2 * chunk + g // 4) * 4 + t, PTX) * share
-            where = parts + (at + row) * 128 + (8 * chunk + g) * 8
-            for place in tl.static_range(8):
-                result = acc[16 * chunk + 4 * (place % 4) + 2 * (place // 4) + column]
-                result = result * 2.0 ** (TINY_BITS - LIFT_BITS - 2 * (place % 4)) * lifted_share + shared
+            shared = from_lane(sums[column], (4 + 2 * chunk + group) * 4 + t, PTX) * share
+            word = 8 * chunk + g if BITS == 2 else 16 * chunk + 8 * group + g
+            where = parts + (at + row) * 128 + word * places
+            for place in tl.static_range(places):
+                if BITS == 2:
+                    result = acc[16 * chunk + 4 * (place % 4) + 2 * (place // 4) + column]
+                else:
+                    result = tl.where(
+                        group == 0, acc[16 * chunk + 4 * place + column], acc[16 * chunk + 4 * place + 2 + column]
+                    )
+                result = result * 2.0 ** (TINY_BITS - LIFT_BITS - BITS * (place % room)) * lifted_share + shared
                 tl.store(where + place, result, mask=inside)
 
 
@@ -354,9 +377,10 @@ def reads(query: Tensor, keys: Codes, values: Codes, softcap: float | None) -> b
     numbers = (query, keys.scale, keys.minimum, values.scale, values.minimum)
     return (
         softcap is None
+        and keys.bits in (2, 4)
         and queries == 1
         and query_heads // keys.codes.shape[1] <= _HEADS
-        and all(side.bits == 2 and side.mode == "asymmetric" and side.dim == _DIM for side in (keys, values))
+        and all(side.bits == keys.bits and side.mode == "asymmetric" and side.dim == _DIM for side in (keys, values))
         and keys.along == "tokens"
         and keys.group % DEFAULT.block == 0
         and values.along == "channels"
@@ -390,7 +414,7 @@ def launch(
 ) -> int:
     """As `fused._launch`."""
     batch, heads = coded.shape
-    attend_two_bits[(programs,)](
+    attend_lanes[(programs,)](
         query,
         tail_query,
         keys.codes,
@@ -427,6 +451,7 @@ def launch(
         TINY_BITS=TINY_BITS[torch.bfloat16],
         LIFT_BITS=LIFT_BITS[torch.bfloat16],
         SLACK=SLACK,
+        BITS=keys.bits,
         PTX=not interpreted(),
         num_warps=1,
         num_stages=1,

@@ -1,9 +1,10 @@
-"""The kernel over codes of two bits, lane by lane: as its reference where it is taken, and taken where it should be."""
+"""The kernel over codes lane by lane: as its reference where it is taken, and taken where it should be."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,12 +20,12 @@ HEADS, DIM = 2, 128
 Writer = Callable[[torch.Tensor], Codes]
 
 
-def keys_of(rows: torch.Tensor, group: int = 32) -> Codes:
-    return per_channel(rows, 2, group)
+def keys_of(rows: torch.Tensor, group: int = 32, bits: int = 2) -> Codes:
+    return per_channel(rows, bits, group)
 
 
-def values_of(rows: torch.Tensor) -> Codes:
-    return per_token(rows, 2)
+def values_of(rows: torch.Tensor, bits: int = 2) -> Codes:
+    return per_token(rows, bits)
 
 
 def tensors(
@@ -50,30 +51,37 @@ def tensors(
     return (query.abs() if steady else query), keys(rows[0]), values(rows[1]), count, *newest, tail
 
 
-def check(device: torch.device, arguments: tuple[Any, ...], programs: int = 1, **terms: Any) -> None:
-    """programs: for each multiprocessor of a GPU; in the interpreter there are four of those."""
-    from kvfoundry.kernels.coded_decode import fused, two_bits
+def attend(device: torch.device, arguments: tuple[Any, ...], **terms: Any) -> Any:
+    """By the kernel; few programs in the interpreter, so that each of them reads several tiles."""
+    from kvfoundry.kernels.coded_decode import fused, lanes
 
-    assert two_bits.reads(*arguments[:3], None)
-    tuning = two_bits.DEFAULT if device.type == "cuda" else replace(two_bits.DEFAULT, programs=programs)
+    assert lanes.reads(*arguments[:3], None)
+    tuning = lanes.DEFAULT if device.type == "cuda" else replace(lanes.DEFAULT, programs=1)
+    return fused.attend(*arguments, scaling=0.1, tuning=tuning, **terms)
+
+
+def check(device: torch.device, arguments: tuple[Any, ...], **terms: Any) -> None:
     expected = naive.attend(*arguments, scaling=0.1, return_lse=True, **terms)
-    found = fused.attend(*arguments, scaling=0.1, return_lse=True, tuning=tuning, **terms)
+    found = attend(device, arguments, return_lse=True, **terms)
     assert_near(found[0], expected[0], DTYPE)
     assert_near(found[1], expected[1], DTYPE)
 
 
+@pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("group", [1, 2, 3, 4])
-def test_query_heads(device: torch.device, group: int) -> None:
-    check(device, tensors(device, group=group))
+def test_query_heads(device: torch.device, group: int, bits: int) -> None:
+    check(device, tensors(device, group=group, keys=partial(keys_of, bits=bits), values=partial(values_of, bits=bits)))
 
 
 def test_heads_of_different_lengths_in_a_batch(device: torch.device) -> None:
     check(device, tensors(device, coded=((64, 0), (7, 33)), tails=((0, 1), (20, 3))))
 
 
-def test_more_groups_than_are_looked_up_together(device: torch.device) -> None:
+@pytest.mark.parametrize("bits", [2, 4])
+def test_more_groups_than_are_looked_up_together(device: torch.device, bits: int) -> None:
     """Nine groups and a part of a tenth in one program, minima of eight in one product."""
-    check(device, tensors(device, capacity=320, coded=((301, 40),)), programs=1)
+    keys, values = partial(keys_of, bits=bits), partial(values_of, bits=bits)
+    check(device, tensors(device, capacity=320, coded=((301, 40),), keys=keys, values=values))
 
 
 def test_groups_of_keys_longer_than_a_tile(device: torch.device) -> None:
@@ -108,13 +116,14 @@ def test_peaks_that_come_late(device: torch.device, falling: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("size", [2.0**-30, 2.0**30])
-def test_numbers_far_from_one(device: torch.device, size: float) -> None:
+def test_numbers_far_from_one(device: torch.device, size: float, bits: int) -> None:
     check(
         device,
         tensors(
-            device, keys=lambda rows: keys_of(rows * size), values=lambda rows: values_of(rows * size),
-            tails=((0, 0),), asked=1 / size,
+            device, keys=lambda rows: keys_of(rows * size, bits=bits), tails=((0, 0),), asked=1 / size,
+            values=lambda rows: values_of(rows * size, bits),
         ),
     )  # fmt: skip
 
@@ -122,11 +131,11 @@ def test_numbers_far_from_one(device: torch.device, size: float) -> None:
 def test_rows_behind_the_last_are_not_weighed(device: torch.device) -> None:
     """Codes and tables behind a head's rows hold anything, also what is no number."""
     arguments = tensors(device, capacity=96, coded=((40, 64),))
-    values = arguments[2]
-    for head, rows in ((0, 64), (1, 64)):
-        for table in (values.scale, values.minimum):
+    expected = naive.attend(*arguments, scaling=0.1)
+    for head, rows in ((0, 40), (1, 64)):
+        for table in (arguments[2].scale, arguments[2].minimum):
             table[:, head, rows:] = float("nan")
-    check(device, arguments)
+    assert_near(attend(device, arguments), expected, DTYPE)
 
 
 def test_a_view_of_larger_buffers(device: torch.device) -> None:
@@ -141,18 +150,19 @@ def test_a_view_of_larger_buffers(device: torch.device) -> None:
 
 
 def test_what_it_leaves_to_the_other_kernel(device: torch.device) -> None:
-    from kvfoundry.kernels.coded_decode import two_bits
+    from kvfoundry.kernels.coded_decode import lanes
 
     query, keys, values = tensors(device)[:3]
-    assert two_bits.reads(query, keys, values, None)
-    assert not two_bits.reads(query, keys, values, 30.0)
-    assert not two_bits.reads(query.half(), keys, values, None)
-    assert not two_bits.reads(query.repeat(1, 2, 1, 1), keys, values, None)
-    assert not two_bits.reads(query.expand(-1, -1, 2, -1), keys, values, None)
+    assert lanes.reads(query, keys, values, None)
+    assert not lanes.reads(query, keys, values, 30.0)
+    assert not lanes.reads(query.half(), keys, values, None)
+    assert not lanes.reads(query.repeat(1, 2, 1, 1), keys, values, None)
+    assert not lanes.reads(query.expand(-1, -1, 2, -1), keys, values, None)
     rows = torch.randn(1, HEADS, 64, DIM, device=device, dtype=DTYPE)
-    assert not two_bits.reads(query, per_channel(rows, 4, 32), values, None)
-    assert not two_bits.reads(query, keys_of(rows, 16), values, None)
-    assert not two_bits.reads(query, per_token(rows, 2), values, None)
-    assert not two_bits.reads(query, keys, per_token(rows, 2, group=64), None)
+    assert not lanes.reads(query, keys_of(rows, bits=4), values, None)
+    assert not lanes.reads(query, keys_of(rows, bits=1), values_of(rows, 1), None)
+    assert not lanes.reads(query, keys_of(rows, 16), values, None)
+    assert not lanes.reads(query, per_token(rows, 2), values, None)
+    assert not lanes.reads(query, keys, per_token(rows, 2, group=64), None)
     odd = replace(keys, codes=keys.codes[:, :, :48])
-    assert not two_bits.reads(query, odd, values, None)
+    assert not lanes.reads(query, odd, values, None)
