@@ -26,7 +26,7 @@ from kernel_timing import (
     timed,
 )
 
-from kvfoundry.kernels.coded_decode import Codes
+from kvfoundry.kernels.coded_decode import Codes, lanes
 from kvfoundry.kernels.coded_decode import fused as coded_decode
 from kvfoundry.kernels.coded_decode import naive as coded_decode_naive
 from kvfoundry.kernels.triton_support import Tuning
@@ -74,8 +74,8 @@ def run_coded(board: Board) -> None:
     """Rows as codes, 128 newest ones whole behind them."""
     newest = 128
 
-    def calls_of(name: str) -> Callable[[int, int, Tuning], list[Call]]:
-        def calls(batch: int, rows: int, tuning: Tuning) -> list[Call]:
+    def calls_of(name: str) -> Callable[[int, int, Tuning | None], list[Call]]:
+        def calls(batch: int, rows: int, tuning: Tuning | None) -> list[Call]:
             def make() -> Call:
                 keys, values = both_sides(name, batch, rows)
                 query, tail_keys, tail_values = (
@@ -92,15 +92,11 @@ def run_coded(board: Board) -> None:
 
         return calls
 
-    shapes = [
-        coded_decode.DEFAULT,
-        Tuning(32, 1, 3, 12, 168),
-        Tuning(32, 1, 3, 16, 128),
-        Tuning(32, 1, 4, 8),
-        Tuning(32, 1, 2, 8),
-        Tuning(64, 1, 2, 8),
-    ]
-    best: Tuning | None = None
+    # of the kernel that goes lane by lane, and of the other
+    swept = {
+        "kivi 2 bits": [lanes.DEFAULT, Tuning(32, 1, 1, 8, 248), Tuning(32, 1, 1, 16, 128)],
+        "int4": [coded_decode.DEFAULT, Tuning(32, 1, 3, 12, 168), Tuning(64, 1, 2, 8)],
+    }
     for name in CODES:
         keys, values = both_sides(name, 2, 3072)
         coded = torch.randint(0, 97, (2, HEADS), dtype=torch.int32, device=DEVICE) * 32
@@ -123,10 +119,10 @@ def run_coded(board: Board) -> None:
         if not board.gate(f"coded {name}", distance(found, coded_decode_naive.attend(*arguments, scaling=SCALING))):
             continue
         moved = coded_bytes(name)
-        if best is None:
-            best = sweep(board, f"coded {name}", shapes, calls_of(name), moved)
-        for batch, rows in ((1, 131072), (1, 32768), (8, 32768)) if name == "kivi 2 bits" else ((1, 131072),):
-            seconds = timed(board, calls_of(name)(batch, rows, best))
+        if name in swept:
+            sweep(board, f"coded {name}", swept[name], calls_of(name), moved)
+        for batch, rows in ((1, 131072), (1, 32768), (8, 32768)) if name.startswith("kivi") else ((1, 131072),):
+            seconds = timed(board, calls_of(name)(batch, rows, None))
             board.figure(
                 f"coded {name}", batch, rows, seconds, moved(batch, rows), **against_sdpa(board, batch, rows, seconds)
             )

@@ -78,7 +78,7 @@ def test_many_steps_say_what_rows_on_the_device_say(spec, group, pieces, model) 
     )
     if spec.startswith("adakv") and kept(here) != kept(there):
         # Scores that differ by a hundred-thousandth, as the second piece's do, may rank two rows of a layer the other
-        # way round, and what comes after follows: 1.6 % of the rows were seen to differ.
+        # way round, and what comes after follows: 13 of 5,120 rows were seen to differ.
         assert len(pieces) > 1
         assert len(kept(here) & kept(there)) > 0.95 * len(kept(there))
         return

@@ -7,6 +7,7 @@ bit for bit those of the plain path.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,8 +59,9 @@ class Coded:
 
     @staticmethod
     def needed(rows: CodedRows, new: int, room: int) -> int:
-        """Slots of a head for the codes that there are and those to come."""
-        unit = max(room, rows.codec.keys.stride, *(side.group or 1 for side in _grouped(rows.codec)))
+        """Slots of a head for the codes that there are and those to come: whole groups of tokens."""
+        group = math.lcm(rows.codec.keys.stride, *(side.group or 1 for side in _grouped(rows.codec)))
+        unit = -(-room // group) * group
         return -(-(int(rows.lengths.max()) + new) // unit) * unit
 
     def fits(self, rows: CodedRows, new: int) -> bool:
