@@ -5,9 +5,9 @@ where the tensor cores want it, or gets there by a transposition in registers, a
 One warp goes through its rows in tiles of 32, within a group of tokens; what the next tile needs is loaded before.
 
 Keys. A word of 16 bits holds neighbouring channels. Lane 4 g + t reads those of channels 32 t .. 32 t + 31 of row g:
-one place of four such words is the first operand of a product with the query's matching channels, which the group's scales
-have been multiplied into. Its columns are the query heads, twice: column n is head n % 4. The minima of eight groups
-meet the query together.
+one place of four such words is the first operand of a product with the query's matching channels, which the group's
+scales have been multiplied into. Its columns are the query heads, twice: column n is head n % 4. The minima of eight
+groups meet the query together.
 
 Values. Eight words of a row are a chunk, of two groups of channels (2 bits) or of one. A chunk of all rows is a matrix
 that is transposed, so that words are rows of a product over rows of the cache: two places of a chunk (2 bits) or one of
