@@ -84,9 +84,10 @@ def _values(codes_at, table_at, row, V_ROW: tl.constexpr, VS_ROW: tl.constexpr, 
 
 @triton.jit
 def _codes(words, place: tl.constexpr, BITS: tl.constexpr):
-    """The codes at one place of two words of 16 bits as subnormal numbers of bfloat16, in units of `_unit`.
+    """The codes at one place of two words of 16 bits as subnormal numbers of bfloat16, 2 ** (BITS * place) as large.
 
-    The least exponent's numbers and those of the next are in one line, so that eight bits serve.
+    The least exponent's numbers and those of the next are in one line, so that eight bits serve; the upper eight begin
+    at one again.
     """
     room: tl.constexpr = 8 // BITS
     return (words >> (place // room * 8)) & ((2**BITS - 1) * 0x00010001 << (BITS * (place % room)))
@@ -173,16 +174,16 @@ def attend_lanes(
             0,
             tk_row,
             tv_row,
-            GROUP,
-            1,
-            16,
-            128,
-            128,
-            128,
-            128,
-            16,
-            False,
-            "tf32",
+            GROUP=GROUP,
+            QUERIES=1,
+            M=16,
+            KEY_DIM=128,
+            VALUE_DIM=128,
+            DK=128,
+            DV=128,
+            BLOCK=16,
+            SOFTCAP=False,
+            PRECISION="tf32",
         )
         return
 
@@ -311,16 +312,8 @@ def attend_lanes(
         for block in tl.static_range(4):
             factors += (transposed(tables[block], PTX),)
         for half in tl.static_range(2):
-            sums = multiply(
-                factors[2 * half],
-                ones,
-                factors[2 * half + 1],
-                ones,
-                weights[2 * half],
-                weights[2 * half + 1],
-                *sums,
-                PTX,
-            )
+            operand = (factors[2 * half], ones, factors[2 * half + 1], ones)
+            sums = multiply(*operand, weights[2 * half], weights[2 * half + 1], *sums, PTX)
         further = ()
         for chunk in tl.static_range(2):
             own = ()
